@@ -1,0 +1,38 @@
+# Two commands, each from a fresh clone with only Python >= 3.10 and make.
+#   make reproduce   install, execute the notebooks, train what has no record, build _site/, print the headline table
+#   make test        install, check that notebooks and package are in step, run the notebooks' and the package's tests
+PYTHON  ?= python3
+PROFILE ?= digits
+VENV    := .venv
+BIN     := $(VENV)/bin
+
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help install reproduce test bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(VENV)/installed
+
+$(VENV)/installed: settings.ini setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else f"Python must be >= 3.10, got {sys.version.split()[0]}; say which with PYTHON=...")'
+	@echo "Installing into $(VENV) (the first time this downloads PyTorch, a few GB) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+reproduce: install
+	@$(BIN)/dp-companion reproduce --profile $(PROFILE)
+
+test: install
+	@$(BIN)/python -m pytest tests/test_in_step.py
+	@$(BIN)/nbdev_test --n_workers 2
+	@$(BIN)/python -m pytest --ignore tests/test_in_step.py
+
+bench: install
+	@for script in tests/bench/*.py; do $(BIN)/python $$script; done
+
+clean:
+	rm -rf _site _proc _docs build dist *.egg-info
