@@ -9,7 +9,7 @@ BIN     := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install reproduce test bench clean
+.PHONY: help install reproduce test bench readme clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,3 +36,6 @@ bench: install
 
 clean:
 	rm -rf _site _proc _docs build dist *.egg-info
+
+readme: install
+	@$(BIN)/python -c 'from pathlib import Path; from dp_companion.workbench.notebooks import readme_text; Path("README.md").write_text(readme_text("nbs/index.ipynb"), encoding="utf-8")'

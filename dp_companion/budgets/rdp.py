@@ -6,11 +6,12 @@
 __all__ = ['ORDERS', 'rdp_sampled_gaussian', 'merge_events', 'rdp_of_events', 'EpsilonAt', 'rdp_to_epsilon', 'rdp_epsilon',
            'smallest_scale', 'calibrate_noise_multiplier']
 
-# %% ../../nbs/budgets/rdp.ipynb #dfd6e4f0
+# %% ../../nbs/budgets/rdp.ipynb #190d8b06
 import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -19,13 +20,12 @@ from scipy import special
 from .events import MechanismEvent, gaussian_events
 from .schedules import PoissonPlan, Schedule, _real, _word
 
-# %% ../../nbs/budgets/rdp.ipynb #1282ac1a
+# %% ../../nbs/budgets/rdp.ipynb #08e29028
 def _rest(y):
     "e^y - 1 - y, never negative, without cancellation at small y."
     series = y*y*(1/2 + y*(1/6 + y*(1/24 + y*(1/120 + y*(1/720 + y*(1/5040 + y/40320))))))
     return np.where(np.abs(y) < 0.05, series, np.expm1(y) - y)
 
-# %% ../../nbs/budgets/rdp.ipynb #a32b3b37
 def _privacy_loss(x, sigma, q):
     "Privacy loss at an output `sigma*x` (MTZ19, Section 3)."
     log_ratio = x/sigma - 1/(2*sigma**2)
@@ -74,27 +74,34 @@ def _log_excess_fractional(sigma, q, orders):
         excess[~near] = np.logaddexp(_log_excess(left, orders[~near], sigma, q), _log_excess(right, orders[~near], sigma, q))
     return excess
 
-# %% ../../nbs/budgets/rdp.ipynb #10bf5285
+# %% ../../nbs/budgets/rdp.ipynb #50281457
+@lru_cache(maxsize=8)
+def _binomials(orders):
+    "k, alpha and ln binomial(alpha, k) for k = 2..alpha at each order in turn, and where each order starts."
+    sizes = np.array(orders) - 1
+    k, alpha = np.concatenate([np.arange(2, a + 1) for a in orders]), np.repeat(orders, sizes)
+    return k, alpha, special.gammaln(alpha + 1) - special.gammaln(k + 1) - special.gammaln(alpha - k + 1), np.cumsum(sizes) - sizes
+
+# %% ../../nbs/budgets/rdp.ipynb #3edf2e2c
 def _log_excess_whole(sigma, q, orders):
     "ln(A - 1) at whole orders (MTZ19, Section 3.3), all sums in one array."
-    k, alpha = np.concatenate([np.arange(2, a + 1) for a in orders]), np.repeat(orders, orders - 1)
+    k, alpha, log_binomial, starts = _binomials(tuple(orders.tolist()))
     y = k*(k - 1)/(2*sigma**2)
     log_expm1 = np.where(y > 1, y + np.log1p(-np.exp(-np.maximum(y, 1))), np.log(np.expm1(np.minimum(y, 1))))
-    log_binomial = special.gammaln(alpha + 1) - special.gammaln(k + 1) - special.gammaln(alpha - k + 1)
     terms = log_binomial + k*math.log(q) + (alpha - k)*math.log1p(-q) + log_expm1
-    starts = np.cumsum(orders - 1) - (orders - 1)
     top = np.maximum.reduceat(terms, starts)
     return top + np.log(np.add.reduceat(np.exp(terms - np.repeat(top, orders - 1)), starts))
 
-# %% ../../nbs/budgets/rdp.ipynb #3c2dfd6a
+# %% ../../nbs/budgets/rdp.ipynb #797e20d9
 def rdp_sampled_gaussian(
     noise_multiplier:float, # sigma, noise std / clipping bound, dimensionless; finite, > 0
     sample_rate:float, # q, Poisson inclusion probability; in (0, 1]
     orders:np.ndarray, # (orders,) alpha, each finite and > 1
 )->np.ndarray: # (orders,) R(alpha), nats
-    "Rényi divergence of one sampled Gaussian release, exact to rounding (MTZ19, Section 3.3)."
+    "Rényi divergence of one sampled Gaussian release, exact to rounding; below sigma = 1e-6 sampling gets no credit (MTZ19, Section 3.3)."
     sigma, q, orders = _checked(noise_multiplier, sample_rate, orders)
-    if q == 1: return orders/(2*sigma**2)
+    if q == 1 or sigma < 1e-6:
+        with np.errstate(divide="ignore", over="ignore"): return orders/(2*sigma**2)
     whole, excess = orders == np.round(orders), np.empty(len(orders))
     if whole.any(): excess[whole] = _log_excess_whole(sigma, q, orders[whole].astype(int))
     if not whole.all(): excess[~whole] = _log_excess_fractional(sigma, q, orders[~whole])
@@ -187,19 +194,28 @@ def rdp_epsilon(
     if found.at_boundary: warnings.warn(f"The best order, {found.order:g}, is at the edge of the orders: a wider range may give a smaller epsilon than {found.epsilon:g}.", stacklevel=2)
     return found
 
-# %% ../../nbs/budgets/rdp.ipynb #5b1892b2
+# %% ../../nbs/budgets/rdp.ipynb #b0d52a6a
 def _bracket(epsilon_of, target, start, factor):
-    "A scale that misses the target and one that meets it, each with its epsilon."
-    scale, epsilon = start, epsilon_of(start)
-    meets = epsilon <= target
-    for _ in range(400):
-        step = scale/factor if meets else scale*factor
-        found = epsilon_of(step)
-        if (found <= target) != meets: return ((step, found), (scale, epsilon)) if meets else ((scale, epsilon), (step, found))
-        scale, epsilon = step, found
+    "Scales tried and their epsilons, until one misses the target and one meets it."
+    tried = {start: epsilon_of(start)}
+    step = 1/factor if tried[start] <= target else factor
+    for scale in (start*step**k for k in range(1, 400)):
+        tried[scale] = epsilon_of(scale)
+        if (tried[scale] <= target) != (tried[start] <= target): return tried
     raise ValueError(f"target_epsilon must be one that some noise gives, got target_epsilon={target}")
 
-# %% ../../nbs/budgets/rdp.ipynb #5db126c3
+# %% ../../nbs/budgets/rdp.ipynb #f3fa6b61
+def _interpolated(tried, aim, low, high):
+    "The scale between `low` and `high` where epsilon should be `aim`, from the three nearest tried."
+    usable = [(math.log(e/aim), math.log(s)) for s, e in tried.items() if 0 < e < math.inf]
+    nearest = sorted(usable, key=lambda pair: abs(pair[0]))[:3]
+    if len({x for x, _ in nearest}) == len(nearest) > 1:
+        x, y = map(np.array, zip(*nearest))
+        guess = math.exp(sum(y[i]*np.prod([x[j]/(x[j] - x[i]) for j in range(len(x)) if j != i]) for i in range(len(x))))
+        if low < guess < high: return guess
+    return math.sqrt(low*high)
+
+# %% ../../nbs/budgets/rdp.ipynb #62f6f0cd
 def smallest_scale(
     epsilon_of:Callable[[float],float], # Scale to epsilon; falls as the scale rises
     target_epsilon:float, # > 0
@@ -209,17 +225,14 @@ def smallest_scale(
     factor:float=2.0, # Step of the search for a bracket, > 1
 )->float: # A scale with epsilon_of(scale) <= target_epsilon
     "The least scale that meets a target epsilon, within `rtol`; never overshoots."
-    (low, above), (high, below) = _bracket(epsilon_of, target_epsilon, start, factor)
-    bisect = False
-    while below < target_epsilon*(1 - rtol) and high > low*(1 + 1e-12):
-        usable = not bisect and below > 0 and above < math.inf
-        share = math.log(above/target_epsilon/(1 - rtol/2))/math.log(above/below) if usable else 0.5
-        middle = low*(high/low)**min(max(share, 0.01), 0.99)
-        found, width = epsilon_of(middle), high/low
-        if found <= target_epsilon: high, below = middle, found
-        else: low, above = middle, found
-        bisect = not bisect and math.log(high/low) > math.log(width)/2
-    return high
+    tried = _bracket(epsilon_of, target_epsilon, start, factor)
+    while True:
+        high = min(s for s, e in tried.items() if e <= target_epsilon)
+        low = max((s for s, e in tried.items() if e > target_epsilon and s < high), default=high)
+        if tried[high] >= target_epsilon*(1 - rtol) or high <= low*(1 + 1e-9): return high
+        halve = len(tried) % 4 == 0
+        middle = math.sqrt(low*high) if halve else _interpolated(tried, target_epsilon*(1 - rtol/2), low, high)
+        tried[middle] = epsilon_of(middle)
 
 # %% ../../nbs/budgets/rdp.ipynb #5f9b0f2a
 def calibrate_noise_multiplier(

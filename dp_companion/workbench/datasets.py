@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MNIST_MEAN', 'MNIST_STD', 'DIGITS_MEAN', 'DIGITS_STD', 'DATASETS', 'Dataset', 'load_digits', 'data_root',
-           'load_mnist', 'load_dataset']
+           'load_mnist', 'load_dataset', 'where']
 
 # %% ../../nbs/workbench/datasets.ipynb #6afd5650
 import os
@@ -80,3 +80,13 @@ def load_dataset(
     "The named data set."
     if name not in DATASETS: raise ValueError(f"dataset must be one of {sorted(DATASETS)}, got dataset={name!r}")
     return DATASETS[name](root)
+
+# %% ../../nbs/workbench/datasets.ipynb #24e184a8
+def where(
+    name:str, # A key of `DATASETS`
+)->str: # One sentence
+    "Whether the named data set is at hand, and where it is or goes."
+    if name == "digits": return "bundled with scikit-learn"
+    raw = data_root()/"MNIST"/"raw"
+    if (raw/"train-images-idx3-ubyte").exists(): return f"at hand in {raw}"
+    return f"not at hand: downloaded on first use, or put its four -ubyte files into {raw}"

@@ -23,12 +23,12 @@ REVISION = 1 # Raised when training changes so that old records would no longer 
 ACCOUNTINGS = ("as_printed", "certified") # Which formula chose the initial noise multiplier
 DECAYS = ("none", "linear", "time", "step") # Table 1 of paper `global_adapt_v2`, and no decay
 
-# %% ../../nbs/workbench/records.ipynb #37794d2e
+# %% ../../nbs/workbench/records.ipynb #dbe02296
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
     "Everything that decides what a run computes, in plain values."
     paper:str # Short name of the paper
-    method:str # As the tables name it, for example "V2-S"
+    method:str # As the tables name it, for example "DP-SGD-Global-Adapt-V2-S"
     dataset:str # A key of `datasets.DATASETS`
     model:str # A key of `models.MODELS`
     clip_rule:str # A key of `clipping.RULES`
@@ -48,6 +48,7 @@ class RunSpec:
     learning_rate:float=1e-4 # Initial learning rate
     weight_decay:float=1e-3 # Of the optimizer
     lr_scheduler:str="one_cycle" # A key of `training.LR_SCHEDULERS`
+    engine:str="book" # How per-sample gradients are weighed: "book", or Opacus's own "ghost" and "hooks"
     seed:int # Of weights, sampling and noise, which get a stream each
 
     def __post_init__(self): check_spec(self)

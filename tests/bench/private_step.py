@@ -1,0 +1,171 @@
+"""Time of one private step over one ordinary step: `python tests/bench/private_step.py [--rows mnist,cifar,resnet] [--steps 30]`.
+
+One process, two threads, the variants taken in turn, medians after warm-up; noise and optimizer step included; the C library's
+memory is kept in the process for all variants unless --default-memory is given.
+"""
+import argparse
+import copy
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from networks import batch, cifar_cnn, group_norm_resnet18, mnist_cnn, opacus_resnet18
+from dp_companion.algorithms.clipping import Flat
+from dp_companion.algorithms.private_step import PrivateStep, keep_freed_memory
+
+ROWS = {  # name: network, batch, goal; networks for Opacus
+    "mnist-64": (mnist_cnn, 64, 1.30, mnist_cnn), "mnist-256": (mnist_cnn, 256, 1.20, mnist_cnn),
+    "cifar-64": (cifar_cnn, 64, 1.40, cifar_cnn), "cifar-256": (cifar_cnn, 256, 1.30, cifar_cnn),
+    "resnet-32": (group_norm_resnet18, 32, 1.35, opacus_resnet18),
+}
+OPACUS = dict(noise_multiplier=1., max_grad_norm=1.)
+
+
+def sgd(model): return torch.optim.SGD(model.parameters(), lr=1e-4)
+
+
+def ordinary(model, x, y):
+    "An ordinary step."
+    optimizer, loss = sgd(model), nn.CrossEntropyLoss()
+    def step():
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return step
+
+
+def book(model, x, y, **noise):
+    "This package's step."
+    private = PrivateStep(model, sgd(model), clip_rule=Flat(), expected_batch_size=len(x), noise_multiplier=1., **noise)
+    step = lambda: private(nn.CrossEntropyLoss(), x, y)
+    step.private = private
+    return step
+
+
+def hooks(model, x, y):
+    "Opacus's step on per-sample gradients."
+    model, loss = GradSampleModule(model), nn.CrossEntropyLoss()
+    optimizer = DPOptimizer(sgd(model), expected_batch_size=len(x), **OPACUS)
+    def step():
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return step
+
+
+def ghost(model, x, y):
+    "Opacus's step with ghost clipping."
+    model = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.)
+    optimizer = DPOptimizerFastGradientClipping(sgd(model), expected_batch_size=len(x), **OPACUS)
+    loss = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss())
+    def step():
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return step
+
+
+def variants(build, opacus_build, size):
+    "Name -> step, each on a network of its own with the same weights."
+    x, y = batch(build, size)
+    torch.manual_seed(0)
+    model = build()
+    last = lambda t: t.to(memory_format=torch.channels_last)
+    other = opacus_build()
+    other.load_state_dict(model.state_dict())
+    new = lambda: copy.deepcopy(model)
+    return {
+        "ordinary": ordinary(new(), x, y), "book": book(new(), x, y, generator=torch.Generator().manual_seed(0)),
+        "book, secure": book(new(), x, y, secure_noise=True),
+        "ordinary, channels-last": ordinary(last(new()), last(x), y), "book, channels-last": book(last(new()), last(x), y, secure_noise=True),
+        "ghost": ghost(copy.deepcopy(other), x, y), "hooks": hooks(copy.deepcopy(other), x, y),
+    }
+
+
+def medians(steps, repeats, warm_up):
+    "Name -> median and least seconds, the variants taken in turn."
+    times = {name: [] for name in steps}
+    for turn in range(warm_up+repeats):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn >= warm_up: times[name].append(time.perf_counter()-start)
+    return {name: statistics.median(values) for name, values in times.items()}, {name: min(values) for name, values in times.items()}
+
+
+def row(name, repeats, only):
+    "Ratios to the ordinary step of one network and batch."
+    build, size, goal, opacus_build = ROWS[name]
+    steps = {k: v for k, v in variants(build, opacus_build, size).items() if not only or k in only or k == "ordinary"}
+    seconds, fastest = medians(steps, repeats, warm_up=5)
+    ratios = {k: round(v/seconds["ordinary"], 2) for k, v in seconds.items()}
+    lowest = {k: round(v/fastest["ordinary"], 2) for k, v in fastest.items()}
+    kernels = {k: s.private.kernels for k, s in steps.items() if hasattr(s, "private")}
+    return dict(row=name, goal=goal, ordinary_ms=round(1e3*seconds["ordinary"], 2), ratios=ratios, lowest=lowest, kernels=kernels)
+
+
+def peak_memory(variant, build, size):
+    "Largest sum of live tensor bytes over a few steps, and the largest resident size, of this process."
+    torch.set_num_threads(2)
+    step = {"ordinary": ordinary, "book": book}[variant]
+    step = step(build(), *batch(build, size))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3): step()
+    with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile: step()
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return dict(variant=variant, peak_mb=peak/2**20, resident_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10, before_mb=before/2**10)
+
+
+def memory(name):
+    "Peak memory of the ordinary and of the private step, each in a process of its own."
+    command = [sys.executable, __file__, "--peak"]
+    return [json.loads(subprocess.run([*command, f"{name}:{v}"], check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+            for v in ("ordinary", "book")]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--only", default="", help="variants, separated by ;")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--default-memory", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
+    parser.add_argument("--kernels", action="store_true", help="print the chosen kernels")
+    parser.add_argument("--peak", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peak:
+        name, variant = args.peak.split(":")
+        return print(json.dumps(peak_memory(variant, ROWS[name][0], ROWS[name][1])))
+    names = [name for name in ROWS if any(name.startswith(word) for word in args.rows.split(","))]
+    if args.memory:
+        for name in names:
+            for found in memory(name): print(name, found, flush=True)
+        return
+    torch.set_num_threads(args.threads)
+    if not args.default_memory: keep_freed_memory()
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+          f"{'default memory settings' if args.default_memory else 'freed memory kept'}, medians of {args.steps}")
+    for name in names:
+        found = row(name, args.steps, [w for w in args.only.split(";") if w])
+        print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, {found['ratios']}; of the least times {found['lowest']}", flush=True)
+        if args.kernels: print(found["kernels"], flush=True)
+
+
+if __name__ == "__main__": main()

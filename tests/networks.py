@@ -1,0 +1,50 @@
+"The networks on which the engines are compared and timed."
+import torch
+from torch import nn
+from torchvision.models import resnet18
+from dp_companion.workbench.models import mnist_cnn
+
+
+def digits_cnn():
+    "For 8x8 digits."
+    return mnist_cnn(image_size=8)
+
+
+def cifar_cnn():
+    "Three convolutions of 32, 64 and 128 channels and a funnel of linear layers."
+    def block(inputs, outputs): return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    funnel = [layer for n in (400, 200, 100) for layer in (nn.LazyLinear(n), nn.ReLU())]
+    model = nn.Sequential(*block(3, 32), *block(32, 64), *block(64, 128), nn.Flatten(), *funnel, nn.LazyLinear(10))
+    with torch.no_grad(): model(torch.zeros(1, 3, 32, 32))
+    return model
+
+
+def group_norm_resnet18():
+    "torchvision's ResNet-18 as it is, residual additions in place, with group norm for batch norm."
+    return resnet18(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(16, channels))
+
+
+def opacus_resnet18():
+    "The same with residual additions out of place and activations not shared, without which Opacus's backward hooks raise."
+    from torchvision.models.resnet import BasicBlock
+
+    class OutOfPlace(BasicBlock):
+        def forward(self, x):
+            identity = x if self.downsample is None else self.downsample(x)
+            out = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+            return torch.relu(out + identity)
+
+    model = group_norm_resnet18()
+    for module in model.modules():
+        if isinstance(module, BasicBlock): module.__class__ = OutOfPlace
+        if isinstance(module, nn.ReLU): module.inplace = False
+    return model
+
+
+SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8), cifar_cnn: (3, 32, 32), group_norm_resnet18: (3, 32, 32), opacus_resnet18: (3, 32, 32)}
+
+
+def batch(build, size, *, dtype=torch.float32, seed=0):
+    "Random images of the network's shape, and labels."
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(size, *SHAPES[build], generator=draw, dtype=dtype), torch.randint(10, (size,), generator=draw)

@@ -1,0 +1,92 @@
+"The command line as a stranger meets it: help, JSON, one sentence and status 2."
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
+
+
+def terminal(*words, cwd=None):
+    done = subprocess.run([sys.executable, "-c", "from dp_companion.cli import main; main()", *words], capture_output=True, text=True, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help_names_every_command():
+    status, out, _ = terminal("--help")
+    assert status == 0
+    for command in ("reproduce", "run", "budget", "calibrate", "tables", "site", "data"): assert command in out
+
+
+def test_budget_of_the_printed_setting():
+    status, out, _ = terminal("budget", "--noise-multiplier", "0.1916", *SETTING, "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert report["claimed"]["rho"] == pytest.approx(.0206, rel=1e-3)
+    assert report["claimed"]["epsilon"] == pytest.approx(.9946, rel=1e-3)
+    assert {"name", "value", "bound", "holds"} <= set(report["claimed"]["preconditions"][0])
+    assert not all(p["holds"] for p in report["claimed"]["preconditions"])
+    assert report["certified"]["pld"]["epsilon"] > 1e5 and report["certified"]["rdp"]["epsilon"] > 1e5
+    assert report["neighbouring_relation"] == "add_or_remove_one" and report["privacy_unit"]
+
+
+def test_calibrate_as_printed():
+    status, out, _ = terminal("calibrate", "--target-epsilon", "1", "--accountant", "as-printed", *SETTING, "--json")
+    assert status == 0 and round(json.loads(out)["noise_multiplier"], 4) == .1916
+
+
+def test_calibrate_then_budget_never_overshoots():
+    for accountant in ("rdp", "pld"):
+        _, out, _ = terminal("calibrate", "--target-epsilon", "3", "--accountant", accountant, *SETTING, "--json")
+        _, out, _ = terminal("budget", "--noise-multiplier", repr(json.loads(out)["noise_multiplier"]), *SETTING, "--json")
+        assert 2.9 < json.loads(out)["certified"][accountant]["epsilon"] <= 3
+
+
+BAD = {
+    "epsilon 0": (["calibrate", "--target-epsilon", "0", *SETTING], "target_epsilon must be"),
+    "negative epsilon": (["calibrate", "--target-epsilon", "-1", *SETTING], "target_epsilon must be"),
+    "delta 0": (["calibrate", "--target-epsilon", "1", *SETTING, "--delta", "0"], "delta must be in (0, 1), got delta=0"),
+    "delta 1": (["budget", "--noise-multiplier", "1", *SETTING, "--delta", "1"], "delta must be in (0, 1), got delta=1"),
+    "batch over n": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "60001"], "expected_batch_size must be"),
+    "batch 0": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "0"], "expected_batch_size must be"),
+    "R 0": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "0"], "decay_rate must be in (0, 1), got decay_rate=0"),
+    "R 1": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "1"], "decay_rate must be in (0, 1), got decay_rate=1"),
+    "K does not divide E": (["budget", "--noise-multiplier", "1", *SETTING, "--drop-every", "7"], "7"),
+    "negative multiplier": (["budget", "--noise-multiplier", "-0.5", *SETTING], "got"),
+    "NaN multiplier": (["budget", "--noise-multiplier", "nan", *SETTING], "nan"),
+    "unknown decay": (["budget", "--noise-multiplier", "1", *SETTING, "--decay", "staircase"], "staircase"),
+    "unknown accountant": (["calibrate", "--target-epsilon", "1", *SETTING, "--accountant", "gdp"], "gdp"),
+    "unknown profile": (["reproduce", "--profile", "phone"], "phone"),
+    "unknown command": (["budgett"], "budgett"),
+    "unknown table": (["tables", "Table 99"], ""),
+    "missing spec": (["run", "no-such-file.json"], "no-such-file.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(case, tmp_path):
+    words, part = BAD[case]
+    status, out, err = terminal(*words, cwd=tmp_path)
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and part in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == [], "nothing half-written"
+
+
+def test_run_refuses_an_unknown_name(tmp_path):
+    (tmp_path/"spec.json").write_text(json.dumps({"sigma": 1}))
+    status, out, err = terminal("run", "spec.json", cwd=tmp_path)
+    assert status == 2 and "'sigma'" in err and [p.name for p in tmp_path.iterdir()] == ["spec.json"]
+
+
+def test_run_trains_and_is_found(tmp_path):
+    spec = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
+                target_epsilon=1., epochs=1, expected_batch_size=128, seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps(spec))
+    first, second = (terminal("run", "spec.json", "--json", cwd=tmp_path) for _ in range(2))
+    assert first[0] == 0 and json.loads(first[1]) == json.loads(second[1])
+    record = next((tmp_path/"runs").glob("*/record.json"))
+    record.write_text(record.read_text()[:-40])
+    status, out, err = terminal("run", "spec.json", cwd=tmp_path)
+    assert status == 2 and out == "" and err.count("\n") == 1 and "record must be whole" in err and Path(record).name in err

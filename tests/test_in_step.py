@@ -1,0 +1,65 @@
+"The generated package, the clean notebooks and the README are what nbs/ says they are."
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def exported(root, tmp_path_factory):
+    "A copy of the project whose package was generated anew and whose notebooks were cleaned."
+    copy = tmp_path_factory.mktemp("export")
+    for name in ("settings.ini", "pyproject.toml"): shutil.copy(root/name, copy/name)
+    shutil.copytree(root/"nbs", copy/"nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    shutil.copytree(root/"dp_companion", copy/"dp_companion", ignore=shutil.ignore_patterns("__pycache__"))
+    for module in (copy/"dp_companion").rglob("*.py"):
+        if module.name != "__init__.py": module.unlink()
+    for tool in ("nbdev_export", "nbdev_clean"):
+        code = f"from nbdev import {tool}; {tool}()" if tool == "nbdev_export" else f"from nbdev.clean import {tool}; {tool}()"
+        subprocess.run([sys.executable, "-c", code], cwd=copy, check=True)
+    return copy
+
+
+def modules(folder): return {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in sorted(folder.rglob("*.py"))}
+def notebooks(folder): return {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in sorted(folder.rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts}
+
+
+def different(ours, theirs): return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+
+
+def test_package_is_what_the_notebooks_export(root, exported):
+    assert different(modules(root/"dp_companion"), modules(exported/"dp_companion")) == [], "run nbdev_export and commit dp_companion/"
+
+
+def test_notebooks_are_clean(root, exported):
+    assert different(notebooks(root/"nbs"), notebooks(exported/"nbs")) == [], "run nbdev_clean and commit nbs/"
+
+
+def test_readme_is_the_index(root):
+    from dp_companion.workbench.notebooks import readme_text
+    assert (root/"README.md").read_text(encoding="utf-8") == readme_text(root/"nbs"/"index.ipynb"), "run `make readme`"
+
+
+def test_one_notebook_per_module_and_none_skipped(root):
+    exports = {}
+    for path in sorted((root/"nbs").rglob("*.ipynb")):
+        text = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        assert not any("skip_exec" in t for t in text), f"{path} hides failures"
+        for t in text:
+            if t.startswith("#| default_exp"): exports.setdefault(t.split()[2], []).append(path.name)
+    assert {m: p for m, p in exports.items() if len(p) > 1} == {}
+
+
+def test_experiments_declare_their_parameters(root):
+    from dp_companion.workbench.notebooks import declared_parameters
+    experiments = sorted((root/"nbs"/"experiments").rglob("*.ipynb"))
+    assert experiments
+    for path in experiments: assert {"profile", "runs"} <= set(declared_parameters(path)), path
+
+
+def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
+    for name, text in notebooks(root/"nbs").items():
+        assert '"output_type": "error"' not in text, name
+        assert str(root) not in text and str(root.parent) + "/" not in text, name

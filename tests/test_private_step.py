@@ -1,0 +1,284 @@
+"The private step across engines, networks and processes."
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from scipy import stats
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GroupAdaptive
+from dp_companion.algorithms.noise import GaussianNoise
+from dp_companion.algorithms.private_step import PrivateStep
+from networks import batch, cifar_cnn, digits_cnn, mnist_cnn, opacus_resnet18, group_norm_resnet18
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def seeded(seed=0): return torch.Generator().manual_seed(seed)
+
+
+def network(build, dtype=torch.float32):
+    torch.manual_seed(0)
+    return build().to(dtype)
+
+
+def step_for(model, **options):
+    options = dict(clip_rule=Flat(max_grad_norm=.5), expected_batch_size=8, noise_multiplier=0.) | options
+    return PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), **options)
+
+
+def gradient(step): return torch.cat([p.grad.flatten() for p in step.engine.slots])
+
+
+def difference(a, b): return ((a-b).norm()/b.norm()).item()
+
+
+def gradients(build, size, dtype, **options):
+    "Engine -> gradient of one step on the same batch, the same weights and the same noise."
+    x, y = batch(build, size, dtype=dtype)
+    found = {}
+    for engine in ("book", "ghost", "hooks"):
+        step = step_for(network(build, dtype), engine=engine, generator=seeded(), noise_multiplier=.1, **options)
+        step(LOSS, x, y)
+        found[engine] = gradient(step)
+    return found
+
+
+SMALL = [mnist_cnn, digits_cnn, cifar_cnn]
+
+
+@pytest.mark.parametrize("build", SMALL, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("rule", [Flat(max_grad_norm=.5), AutoS()], ids=["flat", "auto_s"])
+def test_engines_agree_in_float64(build, rule):
+    found = gradients(build, 6, torch.float64, clip_rule=rule)
+    for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
+
+
+@pytest.mark.parametrize("build", SMALL, ids=lambda f: f.__name__)
+def test_engines_agree_in_float32(build):
+    found = gradients(build, 6, torch.float32)
+    for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_engines_agree_on_resnet():
+    found = gradients(opacus_resnet18, 4, torch.float64)
+    for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
+    x, y = batch(group_norm_resnet18, 4, dtype=torch.float64)
+    in_place = step_for(network(group_norm_resnet18, torch.float64), generator=seeded(), noise_multiplier=.1)
+    in_place(LOSS, x, y)
+    assert difference(gradient(in_place), found["book"]) < 1e-9
+
+
+@pytest.mark.parametrize("kernel", ["matrices", "grouped", "gram", "gram_product", "chunked", "opacus"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["default", "channels_last"])
+def test_every_kernel_gives_the_same_step(kernel, layout):
+    x, y = batch(digits_cnn, 6, dtype=torch.float64)
+    reference = step_for(network(digits_cnn, torch.float64), engine="hooks")
+    reference(LOSS, x, y)
+    model = network(digits_cnn, torch.float64).to(memory_format=layout)
+    step = step_for(model, kernels={name: kernel for name, m in model.named_modules() if isinstance(m, nn.Conv2d)})
+    step(LOSS, x.to(memory_format=layout), y)
+    assert difference(gradient(step), gradient(reference)) < 1e-9
+
+
+def test_pinned_kernels_repeat_to_the_bit():
+    x, y = batch(mnist_cnn, 16)
+    first = step_for(network(mnist_cnn), generator=seeded(), noise_multiplier=1.)
+    again = None
+    for _ in range(3): first(LOSS, x, y)
+    for _ in range(2):
+        step = step_for(network(mnist_cnn), generator=seeded(), noise_multiplier=1., kernels=first.kernels)
+        for _ in range(3): step(LOSS, x, y)
+        assert step.kernels == first.kernels
+        assert again is None or torch.equal(gradient(step), again)
+        again = gradient(step)
+    assert torch.equal(again, gradient(first))
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_noise_has_the_scheduled_scale_step_by_step(engine):
+    "On a batch whose scaled sum is known, what is left is noise at the scale of that step, and of no other."
+    x, y = batch(digits_cnn, 6, dtype=torch.float64)
+    rule = AutoS(max_grad_norm=.7)
+    exact = step_for(network(digits_cnn, torch.float64), clip_rule=rule)
+    step = step_for(network(digits_cnn, torch.float64), clip_rule=rule, engine=engine, generator=seeded(4))
+    for sigma in (3., 1.5, .75):
+        exact.model.load_state_dict(step.model.state_dict() if engine == "book" else step.engine.model._module.state_dict())
+        exact(LOSS, x, y)
+        report = step(LOSS, x, y, noise_multiplier=sigma)
+        noise = (gradient(step)-gradient(exact)).numpy()
+        scale = sigma*.7/8
+        assert report.noise_multiplier == sigma and math.isclose(report.noise_std, scale)
+        assert stats.kstest(noise, "norm", args=(0, scale)).pvalue > 1e-3
+        for wrong in (2/3, 3/2): assert stats.kstest(noise, "norm", args=(0, wrong*scale)).pvalue < 1e-9
+
+
+def test_secure_noise_is_gaussian_and_independent_between_draws():
+    source = GaussianNoise(secure=True)
+    first, second = (source.fill_(torch.empty(300_001), 2.).numpy() for _ in range(2))
+    for z in (first, second):
+        assert stats.kstest(z, "norm", args=(0, 2)).pvalue > 1e-4
+        for wrong in (2/3, 3/2): assert stats.kstest(z, "norm", args=(0, 2*wrong)).pvalue < 1e-12
+        np.testing.assert_allclose(stats.kurtosis(z.astype(float)), 0, atol=.05)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 5/math.sqrt(len(first))
+    half = len(first)//2
+    assert abs(np.corrcoef(np.abs(first[:half]), np.abs(first[half:2*half]))[0, 1]) < 5/math.sqrt(half)
+
+
+def test_secure_step_never_repeats():
+    x, y = batch(digits_cnn, 4)
+    found = []
+    for _ in range(2):
+        step = step_for(network(digits_cnn), secure_noise=True, noise_multiplier=1.)
+        step(LOSS, x, y)
+        found.append(gradient(step))
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_empty_batch_is_a_step_with_noise(engine):
+    x, y = batch(digits_cnn, 4)
+    model = network(digits_cnn)
+    before = copy.deepcopy(model.state_dict())
+    step = step_for(model, engine=engine, generator=seeded(), noise_multiplier=1.)
+    report = step(LOSS, x[:0], y[:0])
+    assert report.nonprivate_batch_size == 0 and math.isnan(report.nonprivate_loss)
+    assert stats.kstest(gradient(step).numpy(), "norm", args=(0, .5/8)).pvalue > 1e-3
+    assert all(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_samples_that_are_not_finite_are_left_out_and_counted(engine, bad):
+    x, y = batch(mnist_cnn, 5)
+    clean = step_for(network(mnist_cnn), engine=engine)
+    clean(LOSS, x, y)
+    step = step_for(network(mnist_cnn), engine=engine)
+    report = step(LOSS, torch.cat([x[:2], x[:1]*0+bad, x[2:]]), torch.cat([y[:2], y[:1], y[2:]]))
+    assert report.nonprivate_not_finite == 1 and report.nonprivate_scales[2] == 0
+    assert difference(gradient(step), gradient(clean)) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_all_samples_not_finite_is_noise_alone(engine):
+    x, y = batch(digits_cnn, 3)
+    step = step_for(network(digits_cnn), engine=engine, generator=seeded(), noise_multiplier=1.)
+    report = step(LOSS, x*math.nan, y)
+    assert report.nonprivate_not_finite == 3
+    assert torch.equal(gradient(step), GaussianNoise(generator=seeded()).fill_(torch.empty(len(gradient(step))), .5/8))
+
+
+class Remembers(nn.Module):
+    "Keeps a running mean of its input, without noise."
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        self.seen.add_(x.flatten(1).mean(0))
+        return self.head(x.flatten(1))
+
+
+def test_a_changed_buffer_is_named_and_put_back():
+    model = network(Remembers)
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="no buffer may change in a private step, got a change of 'seen'"):
+        step_for(model)(LOSS, *batch(digits_cnn, 4))
+    for name, value in model.state_dict().items(): assert torch.equal(value, weights[name])
+
+
+def test_batch_norm_is_refused():
+    with pytest.raises(ValueError, match="must not use batch normalisation.*'1'"):
+        step_for(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_pieces_are_the_whole(engine):
+    x, y = batch(digits_cnn, 11, dtype=torch.float64)
+    whole, pieces = (step_for(network(digits_cnn, torch.float64), engine=engine, generator=seeded(), noise_multiplier=1.,
+        max_physical_batch_size=size) for size in (None, 4))
+    reports = [step(LOSS, x, y) for step in (whole, pieces)]
+    assert difference(gradient(pieces), gradient(whole)) < 1e-12
+    torch.testing.assert_close(reports[0].nonprivate_norms, reports[1].nonprivate_norms)
+
+
+def test_an_interrupted_step_leaves_nothing_behind():
+    x, y = batch(digits_cnn, 6, dtype=torch.float64)
+    step, clean = (step_for(network(digits_cnn, torch.float64)) for _ in range(2))
+    step.begin()
+    step.accumulate(LOSS, x, y)
+    for s in (step, clean): s(LOSS, x, y)
+    assert torch.equal(gradient(step), gradient(clean))
+
+
+def test_optimizer_may_set_gradients_to_none():
+    x, y = batch(digits_cnn, 6)
+    a, b = (step_for(network(digits_cnn), generator=seeded(), noise_multiplier=1., kernels={"0": "matrices", "3": "matrices"}) for _ in range(2))
+    for _ in range(2):
+        for step in (a, b): step(LOSS, x, y)
+        b.optimizer.zero_grad(set_to_none=True)
+    for p, q in zip(a.model.parameters(), b.model.parameters()): assert torch.equal(p, q)
+
+
+def test_rules_with_counts_are_renewed():
+    x, y = batch(digits_cnn, 6)
+    step = step_for(network(digits_cnn), clip_rule=GlobalAdapt(), generator=seeded())
+    step(LOSS, x, y)
+    first = step.clip_rule.strict_max_grad_norm
+    step(LOSS, x[:0], y[:0])
+    assert len({10., first, step.clip_rule.strict_max_grad_norm}) == 3
+    step = step_for(network(digits_cnn), clip_rule=GroupAdaptive(num_groups=2), generator=seeded(), noise_multiplier=1.)
+    report = step(LOSS, x, y, groups=y%2)
+    assert report.sensitivity == step.clip_rule.sensitivity != 2.
+    step(LOSS, x[:0], y[:0], groups=y[:0])
+
+
+def share(rank, world, port, out):
+    "One of the processes of the test below."
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    x, y = batch(digits_cnn, 8, dtype=torch.float64)
+    torch.manual_seed(rank)  # DistributedDataParallel starts from rank 0's weights
+    model = DistributedDataParallel(network(digits_cnn, torch.float64))
+    step = step_for(model, clip_rule=GlobalAdapt(strict_max_grad_norm=3.), generator=seeded(), noise_multiplier=1.)
+    for turn in range(3):
+        mine = slice(0, 6) if rank == 0 else slice(6, 8)
+        if turn == 1: mine = slice(0, 8) if rank == 0 else slice(0, 0)  # an empty share
+        step(LOSS, x[mine], y[mine])
+    if rank == 0: torch.save((gradient(step), step.clip_rule.strict_max_grad_norm), out)
+    else: torch.save((torch.cat([p.detach().flatten() for p in model.module.parameters()]), 0.), f"{out}.1")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_of_one(tmp_path):
+    import socket
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(share, args=(2, port, str(tmp_path/"out")), nprocs=2)
+    x, y = batch(digits_cnn, 8, dtype=torch.float64)
+    alone = step_for(network(digits_cnn, torch.float64), clip_rule=GlobalAdapt(strict_max_grad_norm=3.), generator=seeded(), noise_multiplier=1.)
+    for _ in range(3): alone(LOSS, x, y)
+    found, z = torch.load(tmp_path/"out", weights_only=True)
+    assert difference(found, gradient(alone)) < 1e-9 and z == alone.clip_rule.strict_max_grad_norm
+    other, _ = torch.load(f"{tmp_path/'out'}.1", weights_only=True)
+    weights = torch.cat([p.detach().flatten() for p in alone.model.parameters()])
+    assert difference(other, weights) < 1e-9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+def test_cuda_takes_the_step_of_the_cpu():
+    x, y = batch(digits_cnn, 6, dtype=torch.float64)
+    here, there = (step_for(network(digits_cnn, torch.float64).to(d), generator=seeded(), noise_multiplier=1.) for d in ("cpu", "cuda"))
+    here(LOSS, x, y)
+    there(LOSS, x.cuda(), y.cuda())
+    assert difference(gradient(there).cpu(), gradient(here)) < 1e-9
