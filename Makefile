@@ -28,6 +28,7 @@ reproduce: install
 
 test: install
 	@$(BIN)/python -m pytest tests/test_in_step.py
+	@$(BIN)/ruff check .
 	@$(BIN)/nbdev_test --n_workers 2
 	@$(BIN)/python -m pytest --ignore tests/test_in_step.py
 

@@ -7,11 +7,11 @@ __all__ = ['app', 'Decay', 'AccountantName', 'ProfileName', 'DecayFlag', 'RateFl
            'SizeFlag', 'DeltaFlag', 'JsonFlag', 'RunsFlag', 'ProfileFlag', 'reproduce', 'budget', 'calibrate', 'run',
            'tables', 'site', 'data', 'main']
 
-# %% ../nbs/cli.ipynb #2eee1449
+# %% ../nbs/cli.ipynb #ce8b3f25
 import json
 import math
 import sys
-from dataclasses import asdict, is_dataclass
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -78,6 +78,21 @@ def reproduce(
     typer.echo(headline(runs, dataset=PROFILES[profile.value].dataset).to_string(index=False))
     typer.echo(f"\nThe whole story: {page.resolve()}")
 
+# %% ../nbs/cli.ipynb #9240cc86
+@contextmanager
+def _waiting(what):
+    "A clock on standard error, where that is a terminal, while something slow goes on."
+    from threading import Event, Thread
+    from tqdm import tqdm
+    done = Event()
+    def tick():
+        with tqdm(bar_format="{desc}: {elapsed}", desc=what, disable=None, leave=False) as bar:
+            while not done.wait(.5): bar.update()
+    clock = Thread(target=tick, daemon=True)
+    clock.start()
+    try: yield
+    finally: done.set(); clock.join()
+
 # %% ../nbs/cli.ipynb #2c66fcd4
 def _page(report):
     "A BudgetReport for the eye."
@@ -87,7 +102,7 @@ def _page(report):
     lines += [f"  {'met    ' if p.holds else 'not met'}  {p.name}: {p.value:.4g} against {p.bound:.4g}" for p in report.preconditions]
     return "\n".join([*lines, "", report.verdict])
 
-# %% ../nbs/cli.ipynb #25e3ac5b
+# %% ../nbs/cli.ipynb #ae0290e6
 @app.command()
 def budget(
     noise_multiplier:Annotated[float, typer.Option(help="Initial noise std over sensitivity.")],
@@ -104,11 +119,11 @@ def budget(
     from dp_companion.budgets.decayed import claimed_budget
     from dp_companion.budgets.events import gaussian_events
     noise, plan = _shape(decay, noise_multiplier, decay_rate, drop_every, epochs, batch_size, dataset_size)
-    report = budget_report(gaussian_events(noise, plan), delta=delta, claimed=claimed_budget(noise, plan, delta=delta))
+    with _waiting("certifying"): report = budget_report(gaussian_events(noise, plan), delta=delta, claimed=claimed_budget(noise, plan, delta=delta))
     if as_json: _say(report.to_dict(), as_json)
     else: typer.echo(_page(report))
 
-# %% ../nbs/cli.ipynb #8d0e02ac
+# %% ../nbs/cli.ipynb #7b00a63b
 @app.command()
 def calibrate(
     target_epsilon:Annotated[float, typer.Option(help="epsilon to stay under.")],
@@ -124,10 +139,10 @@ def calibrate(
     """
     from dp_companion.budgets import certified
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
-    sigma = certified.calibrate(shape, plan, target_epsilon=target_epsilon, delta=delta, accountant=accountant.name)
+    with _waiting(f"calibrating by {accountant.value}"): sigma = certified.calibrate(shape, plan, target_epsilon=target_epsilon, delta=delta, accountant=accountant.name)
     _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta}, as_json)
 
-# %% ../nbs/cli.ipynb #2ec74d16
+# %% ../nbs/cli.ipynb #0f932f88
 @app.command()
 def run(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec.")], runs:RunsFlag=Path("runs"), as_json:JsonFlag=False,
@@ -141,7 +156,8 @@ def run(
     try: content = json.loads(spec.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error: raise ValueError(f"spec must be a readable JSON file, got {spec} ({error})") from None
     if not isinstance(content, dict): raise ValueError(f"spec must be a JSON object, got a {type(content).__name__} in {spec}")
-    record = train(spec_from_dict(content), runs)
+    checked = spec_from_dict(content)
+    with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
 # %% ../nbs/cli.ipynb #35e9f607
@@ -177,15 +193,15 @@ def data(as_json:JsonFlag=False):
     from dp_companion.workbench.datasets import DATASETS, data_root, where
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
-# %% ../nbs/cli.ipynb #861d5e38
+# %% ../nbs/cli.ipynb #0e46c797
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line where None
 ):
     "Run the command line; wrong values end with one sentence and status 2."
     try: status = app(args=arguments, standalone_mode=False)
     except Exception as error:
-        sentence = error.format_message() if hasattr(error, "format_message") else str(error)
+        sentence = error.format_message() if hasattr(error, "format_message") else str(error).strip()
         if not isinstance(error, (ValueError, FileNotFoundError, RuntimeError)) and not hasattr(error, "format_message"): raise
-        typer.echo(f"dp-companion: {' '.join(sentence.split())}", err=True)
+        typer.echo(f"dp-companion: {' '.join(sentence.replace('Value error, ', '').split())}", err=True)
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)

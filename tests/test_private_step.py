@@ -215,7 +215,7 @@ def test_an_interrupted_step_leaves_nothing_behind():
     step.begin()
     step.accumulate(LOSS, x, y)
     for s in (step, clean): s(LOSS, x, y)
-    assert torch.equal(gradient(step), gradient(clean))
+    assert difference(gradient(step), gradient(clean)) < 1e-12
 
 
 def test_optimizer_may_set_gradients_to_none():

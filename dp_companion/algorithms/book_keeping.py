@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['gradient_slots', 'layout', 'tapped_layers', 'Anchor', 'seconds', 'fastest', 'Book']
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #a230c880
+# %% ../../nbs/algorithms/book_keeping.ipynb #47cdac34
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn, Tensor
 from opacus.grad_sample import GradSampleModule
-from .per_sample_norms import KERNELS, Slot, candidates, kernels_of, row_part, opacus_rows
+from .per_sample_norms import HELD_BYTES, KERNELS, Slot, candidates, kernels_of, row_part, opacus_rows
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #94182169
 def gradient_slots(
@@ -57,7 +57,7 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx, b): return None, None
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #6dd54d8c
+# %% ../../nbs/algorithms/book_keeping.ipynb #2c1f69a8
 def seconds(kernel, layer, slots, a, b)->float:
     "Time of the norms and the sum by one kernel."
     if b.is_cuda: torch.cuda.synchronize()
@@ -67,24 +67,25 @@ def seconds(kernel, layer, slots, a, b)->float:
     if b.is_cuda: torch.cuda.synchronize()
     return time.perf_counter()-start
 
-def fastest(layer, slots, a, b, repeats:int=4)->str: # A name in `kernels_of(layer)`
+def fastest(layer, slots, a, b, held_bytes:int=HELD_BYTES, repeats:int=4)->str: # A name in `kernels_of(layer)`
     "The candidate that took the least time on this batch."
-    names = candidates(layer, slots, a, b)
+    names = candidates(layer, slots, a, b, held_bytes)
     if len(names)==1: return names[0]
     flats = {k: torch.zeros_like(s.flat) for k, s in slots.items()}
     scratch = {k: Slot(flats[k], flats[k].as_strided(s.shaped.shape, s.shaped.stride())) for k, s in slots.items()}
     times = {name: min(seconds(kernels_of(layer)[name], layer, scratch, a, b) for _ in range(repeats)) for name in names}
     return min(times, key=times.get)
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #ee1b9a65
+# %% ../../nbs/algorithms/book_keeping.ipynb #6c85e2e0
 class Book:
     "Taps a model for one forward pass, and turns the backward pass into norms and a weighted sum."
     def __init__(self,
         model:nn.Module,
         *,
         kernels:dict|None=None, # Layer name -> kernel; layers not named are timed on the first batch
+        held_bytes:int=HELD_BYTES, # Largest set of per-sample gradients that one layer may hold
     ):
-        self.model, self.kernels = model, dict(kernels or {})
+        self.model, self.kernels, self.held_bytes = model, dict(kernels or {}), held_bytes
         self.flat, self.slots = gradient_slots(model)
         self.layers = tapped_layers(model)
         for name in self.kernels: self.check_pin(name)
@@ -131,7 +132,7 @@ class Book:
         if a._version!=version: raise ValueError(f"the input of layer {name!r} must not be changed in place after the layer has read it")
         layer, slots = self.layers[name], self.layer_slots[name]
         if any(self.uses[slot]>1 for slot in slots.values()): return self.write_shared(layer, slots, a, b)
-        if name not in self.kernels: self.kernels[name] = fastest(layer, slots, a, b)
+        if name not in self.kernels: self.kernels[name] = fastest(layer, slots, a, b, self.held_bytes)
         for part in kernels_of(layer)[self.kernels[name]](layer, slots, a, b):
             if part.parameter in slots: self.pages.append((slots[part.parameter], part))
 

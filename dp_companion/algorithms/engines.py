@@ -6,7 +6,7 @@
 __all__ = ['ENGINES', 'per_sample_losses', 'call', 'part_of', 'BookEngine', 'RuledOptimizer', 'HooksEngine', 'NotFinite',
            'RuledGhost', 'PerSample', 'GhostEngine']
 
-# %% ../../nbs/algorithms/engines.ipynb #b982b0ae
+# %% ../../nbs/algorithms/engines.ipynb #13b0baca
 import copy
 import inspect
 import torch
@@ -15,6 +15,7 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .book_keeping import Book, gradient_slots
+from .per_sample_norms import HELD_BYTES
 
 # %% ../../nbs/algorithms/engines.ipynb #30b5b101
 def per_sample_losses(
@@ -36,7 +37,7 @@ def per_sample_losses(
     parts = losses.reshape(len(losses), -1)
     return parts.mean(1) if reduction=="mean" else parts.sum(1)
 
-# %% ../../nbs/algorithms/engines.ipynb #1b3aa162
+# %% ../../nbs/algorithms/engines.ipynb #746f6ef6
 def call(model, inputs):
     "The model on a tensor, a tuple of arguments or a dict of them."
     if isinstance(inputs, dict): return model(**inputs)
@@ -49,8 +50,8 @@ def part_of(inputs, index): # `inputs` for some samples
 
 class BookEngine:
     "One backward pass, no per-sample gradient of a linear layer (Bu et al. 2022)."
-    def __init__(self, model, optimizer, kernels):
-        self.book = Book(model, kernels=kernels)
+    def __init__(self, model, optimizer, kernels=None, held_bytes=HELD_BYTES):
+        self.book = Book(model, kernels=kernels, held_bytes=held_bytes)
         self.model, self.flat, self.slots, self.kernels = model, self.book.flat, self.book.slots, self.book.kernels
 
     def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
@@ -76,7 +77,7 @@ class RuledOptimizer(DPOptimizer):
 
 class HooksEngine:
     "Opacus's per-sample gradients (GradSampleModule and DPOptimizer)."
-    def __init__(self, model, optimizer, kernels):
+    def __init__(self, model, optimizer, kernels=None, held_bytes=None):
         self.flat, self.slots = gradient_slots(model)
         self.model, self.kernels = GradSampleModule(model, loss_reduction="sum", strict=False), {}
         self.optimizer = RuledOptimizer(optimizer, noise_multiplier=0., max_grad_norm=1., expected_batch_size=1, loss_reduction="sum")
@@ -93,7 +94,7 @@ class HooksEngine:
             p.grad_sample = p.summed_grad = None
         return losses.detach()
 
-# %% ../../nbs/algorithms/engines.ipynb #ee539eb8
+# %% ../../nbs/algorithms/engines.ipynb #67841cca
 class NotFinite(Exception):
     "Some samples' norms are not finite."
 
@@ -113,7 +114,7 @@ class PerSample:
 
 class GhostEngine:
     "Opacus's ghost clipping: norms first, then a second backward pass."
-    def __init__(self, model, optimizer, kernels):
+    def __init__(self, model, optimizer, kernels=None, held_bytes=None):
         self.flat, self.slots = gradient_slots(model)
         self.model, self.kernels = RuledGhost(model, loss_reduction="sum", strict=False), {}
         self.optimizer = DPOptimizerFastGradientClipping(optimizer, noise_multiplier=0., max_grad_norm=1., expected_batch_size=1,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_model', 'check_buffers', 'StepReport', 'PrivateStep', 'gathered', 'keep_freed_memory']
 
-# %% ../../nbs/algorithms/private_step.ipynb #60b73a15
+# %% ../../nbs/algorithms/private_step.ipynb #3b890bc4
 import ctypes
 import math
 import os
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .clipping import CountingRule
 from .engines import ENGINES, part_of
 from .noise import GaussianNoise
+from .per_sample_norms import HELD_BYTES
 
 # %% ../../nbs/algorithms/private_step.ipynb #b34dff72
 def check_model(model:nn.Module):
@@ -55,7 +56,7 @@ class StepReport:
     @property
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
-# %% ../../nbs/algorithms/private_step.ipynb #672f2b11
+# %% ../../nbs/algorithms/private_step.ipynb #1015c8b9
 class PrivateStep:
     "Differentially private steps for a model and an ordinary optimizer."
     def __init__(self,
@@ -69,6 +70,7 @@ class PrivateStep:
         generator:torch.Generator|None=None, # Seed of the noise, for experiments
         secure_noise:bool=False, # Noise from the operating system's randomness, for release
         kernels:dict|None=None, # Layer name -> kernel, from an earlier run's `kernels`
+        held_bytes:int=HELD_BYTES, # Largest set of per-sample gradients that one layer may hold: less memory, more time
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         if not expected_batch_size>0: raise ValueError(f"expected_batch_size must be > 0, got expected_batch_size={expected_batch_size}")
@@ -82,7 +84,7 @@ class PrivateStep:
         self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
         self.noise_multiplier, self.max_physical_batch_size = noise_multiplier, max_physical_batch_size
         self.noise = GaussianNoise(generator=generator, secure=secure_noise)
-        self.engine = ENGINES[engine](self.model, optimizer, kernels)
+        self.engine = ENGINES[engine](self.model, optimizer, kernels, held_bytes)
         self.is_begun = False
 
     @property

@@ -6,13 +6,13 @@
 __all__ = ['PROFILES', 'V2', 'METHODS', 'Profile', 'profile_named', 'initial_multiplier', 'method_shape', 'method_specs',
            'method_spec', 'run_grid']
 
-# %% ../../nbs/workbench/grid.ipynb #c83eda9a
+# %% ../../nbs/workbench/grid.ipynb #8e5326ec
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 import torch
 from joblib import Parallel, delayed
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from ..budgets.certified import calibrate
 from ..budgets.schedules import PoissonPlan, Schedule, schedule
 from .datasets import load_dataset

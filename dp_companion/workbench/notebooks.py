@@ -113,7 +113,7 @@ def source_notebooks(
     if not found: raise FileNotFoundError(f"source must be a folder that holds notebooks, got {source}; run this in a checkout of dp-companion")
     return found
 
-# %% ../../nbs/workbench/notebooks.ipynb #2c41c0b7
+# %% ../../nbs/workbench/notebooks.ipynb #9dbdfd9f
 def execute_all(
     source:Path, # The folder nbs/
     target:Path, # Mirror of it, for the executed notebooks
@@ -132,7 +132,7 @@ def execute_all(
     jobs = Parallel(n_jobs=workers, return_as="generator_unordered")(delayed(execute)(p, place(p)) for p in pages)
     for _ in tqdm(jobs, total=len(pages), desc="pages", unit="notebook"): pass
     for p in notebooks:
-        if is_experiment(p): execute_watched(p, place(p), {"profile": profile, "runs": str(Path(runs).resolve())})
+        if is_experiment(p): execute_watched(p, place(p), {"profile": profile, "runs": str(runs)})
 
 # %% ../../nbs/workbench/notebooks.ipynb #53d57b28
 def execute_watched(

@@ -7,10 +7,10 @@ __all__ = ['OPTIMIZERS', 'ONE_CYCLE_RISE', 'LR_SCHEDULERS', 'KERNELS', 'noise_sc
            'rule_at', 'cached', 'budget_report', 'stream_seed', 'Run', 'step', 'epoch', 'evaluate', 'train',
            'check_target', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
-# %% ../../nbs/workbench/training.ipynb #c9fbe2ae
+# %% ../../nbs/workbench/training.ipynb #5a29d039
 import io
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 import torch
 from joblib import Memory
