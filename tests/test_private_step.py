@@ -282,3 +282,11 @@ def test_cuda_takes_the_step_of_the_cpu():
     here(LOSS, x, y)
     there(LOSS, x.cuda(), y.cuda())
     assert difference(gradient(there).cpu(), gradient(here)) < 1e-9
+
+
+def test_less_memory_is_the_same_step():
+    x, y = batch(digits_cnn, 6, dtype=torch.float64)
+    lean, usual = step_for(network(digits_cnn, torch.float64), held_bytes=0), step_for(network(digits_cnn, torch.float64))
+    for step in (lean, usual): step(LOSS, x, y)
+    assert not {"matrices", "grouped"} & set(lean.kernels.values())
+    assert difference(gradient(lean), gradient(usual)) < 1e-12

@@ -10,7 +10,7 @@ __all__ = ['CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'zero_rows', 
            'group_norm', 'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows',
            'kernels_of', 'candidates']
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #e6fb1e6a
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #0024ce94
 from functools import partial
 from dataclasses import dataclass
 from typing import Callable
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #12ecc812
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #f66bac94
 @dataclass(frozen=True, eq=False)
 class Slot:
     "The place of one parameter's gradient in the flat buffer."
@@ -52,7 +52,7 @@ def squares(x:Tensor)->Tensor: # (batch,)
     "Squared norm of every row."
     return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square_()
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #8413139a
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #cb7960c3
 def add_rows(slot:Slot, scales:Tensor, matrix:Tensor):
     "Add the weighted sum of the rows of (batch, n)."
     slot.flat.addmv_(matrix.T, scales)
@@ -64,7 +64,7 @@ def row_part(
     "Per-sample gradients that are held."
     return Part(parameter, squares(matrix), (matrix,), add_rows)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #422741df
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #d630d6ca
 def add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the sum of scales_i b_it a_it' over samples and positions; a (batch, T, in), b (batch, T, out)."
     weighted = b*scales.view(-1, 1, 1)
@@ -92,7 +92,7 @@ def linear_matrices(layer, slots, a, b):
     a, b = positions(a), positions(b)
     return row_part("weight", torch.bmm(b.transpose(1, 2), a).flatten(1)), row_part("bias", b.sum(1))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #9f56236c
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #d506f366
 def padded(layer, a)->Tensor:
     "The input with its padding made explicit."
     pad = layer._reversed_padding_repeated_twice
@@ -109,13 +109,13 @@ def windows(
     (kh, kw), (dh, dw), (sh, sw) = layer.kernel_size, layer.dilation, layer.stride
     return a.as_strided((len(a), a.shape[1], kh, kw, height, width), (n, c, dh*h, dw*w, sh*h, sw*w))
 
-def patch_rows(layer, slots, a, b)->Tensor: # (batch*groups, T, D)
-    "Patches with the positions first and the features in the order of the weight's memory."
+def patch_rows(layer, a, b, channels_last:bool)->Tensor: # (batch*groups, T, D)
+    "Patches with the positions first, and the channels as the last or the first of the features."
     x = windows(layer, a, *b.shape[2:]).unflatten(1, (layer.groups, -1)) # (batch, groups, in/groups, kh, kw, height, width)
-    features = (3, 4, 2) if slots["weight"].channels_last else (2, 3, 4)
+    features = (3, 4, 2) if channels_last else (2, 3, 4)
     return x.permute(0, 1, 5, 6, *features).reshape(len(a)*layer.groups, b[0, 0].numel(), -1)
 
-def patch_columns(layer, slots, a, b)->Tensor: # (batch*groups, T, D), in memory (batch*groups, D, T)
+def patch_columns(layer, a, b)->Tensor: # (batch*groups, T, D), in memory (batch*groups, D, T)
     "The same patches, cheaper to copy where the channels come first in memory."
     x = windows(layer, a, *b.shape[2:]).unflatten(1, (layer.groups, -1))
     return x.reshape(len(a)*layer.groups, -1, b[0, 0].numel()).transpose(1, 2)
@@ -125,29 +125,25 @@ def outputs(layer, b)->Tensor: # (batch*groups, T, out/groups)
     return b.flatten(2).unflatten(1, (layer.groups, -1)).flatten(0, 1).transpose(1, 2)
 
 def conv_patches(layer, slots, a, b)->Tensor: # (batch*groups, T, D)
-    "The cheaper of the two layouts."
-    return (patch_rows if slots["weight"].channels_last else patch_columns)(layer, slots, a, b)
+    "Patches with the features in the order of the weight's memory, in the layout that is cheaper to copy."
+    return patch_rows(layer, a, b, True) if slots["weight"].channels_last else patch_columns(layer, a, b)
 
-def conv_bias(b)->Part:
-    "The bias sees the sum over positions."
-    return row_part("bias", b.sum((2, 3)))
+def conv_bias(b)->Part: return row_part("bias", b.sum((2, 3)))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #e58c1fd1
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #8bbad882
 CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cache when they are used
 
-def weight_gradient(layer, a, b, like:Tensor, groups:int)->Tensor: # Of the shape of `like`
-    "The ordinary weight gradient of a convolution whose input is padded already."
-    return torch.ops.aten.convolution_backward(b, a, like, None, list(layer.stride), [0, 0], list(layer.dilation), False, [0, 0],
+def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tensor: # Of the shape of `like`
+    "The ordinary weight gradient of a convolution."
+    return torch.ops.aten.convolution_backward(b, a, like, None, layer.stride, padding, layer.dilation, False, [0, 0],
         groups, [False, True, False])[1]
 
 def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the ordinary weight gradient of the weighted output gradients."
     weighted = b*scales.view(-1, 1, 1, 1)
-    if layer.padding_mode!="zeros" or isinstance(layer.padding, str):
-        slot.shaped.add_(weight_gradient(layer, padded(layer, a), weighted, slot.shaped, layer.groups))
-    else:
-        slot.shaped.add_(torch.ops.aten.convolution_backward(weighted, a, slot.shaped, None, list(layer.stride), list(layer.padding),
-            list(layer.dilation), False, [0, 0], layer.groups, [False, True, False])[1])
+    plain = layer.padding_mode=="zeros" and not isinstance(layer.padding, str)
+    x, padding = (a, layer.padding) if plain else (padded(layer, a), (0, 0))
+    slot.shaped.add_(weight_gradient(layer, x, weighted, slot.shaped, layer.groups, padding))
 
 def conv_matrices(layer, slots, a, b):
     "Hold the per-sample matrices, formed a few samples at a time."
@@ -162,17 +158,18 @@ def conv_grouped(layer, slots, a, b):
     "Hold the per-sample matrices, from one convolution in which every sample is a group (Rochette et al. 2019)."
     x, shape = padded(layer, a).contiguous(), slots["weight"].shaped.shape
     like = b.new_empty(1).expand(len(b)*shape[0], *shape[1:])
-    matrices = weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]), like, len(b)*layer.groups)
-    return row_part("weight", in_memory_order(slots["weight"], matrices.view(len(b), *shape))), conv_bias(b)
+    found = weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]), like, len(b)*layer.groups)
+    return row_part("weight", in_memory_order(slots["weight"], found.view(len(b), *shape))), conv_bias(b)
 
 def conv_gram(layer, slots, a, b):
     "Gram matrices, then one ordinary weight gradient."
-    norms = gram_squares(conv_patches(layer, slots, a, b), outputs(layer, b)).view(len(b), -1).sum(1)
+    x = patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True) # Norms do not see the order of the features
+    norms = gram_squares(x, outputs(layer, b)).view(len(b), -1).sum(1)
     return Part("weight", norms, (a, b), partial(add_convolution, layer)), conv_bias(b)
 
 def conv_gram_product(layer, slots, a, b):
     "Gram matrices, then one product with the same patches; one group."
-    x, y = patch_rows(layer, slots, a, b), outputs(layer, b)
+    x, y = patch_rows(layer, a, b, slots["weight"].channels_last), outputs(layer, b)
     return Part("weight", gram_squares(x, y), (x, y), add_product), conv_bias(b)
 
 def conv_chunked(layer, slots, a, b, chunk:int=8):
@@ -181,7 +178,7 @@ def conv_chunked(layer, slots, a, b, chunk:int=8):
     norms = torch.cat([conv_matrices(layer, slots, x, y)[0].squared_norms for x, y in pieces])
     return Part("weight", norms, (a, b), partial(add_convolution, layer)), conv_bias(b)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #6115f9a7
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #cf7f6418
 def grouped_norm(layer, a, b, groups:int):
     "Rows for the affine parameters of a normalisation over channel groups."
     (n, c), positions = a.shape[:2], a[0, 0].numel()
@@ -191,13 +188,8 @@ def grouped_norm(layer, a, b, groups:int):
         rstd.view(1, -1), None, 1, n*c, positions, n*groups, [False, True, True])
     return row_part("weight", weight.view(n, c)), row_part("bias", bias.view(n, c))
 
-def group_norm(layer, slots, a, b):
-    "Group normalisation."
-    return grouped_norm(layer, a, b, layer.num_groups)
-
-def instance_norm(layer, slots, a, b):
-    "Instance normalisation: every channel is a group."
-    return grouped_norm(layer, a, b, layer.num_features)
+def group_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_groups)
+def instance_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_features) # Every channel is a group
 
 def layer_norm(layer, slots, a, b):
     "Layer normalisation over the last dimensions."
@@ -205,7 +197,7 @@ def layer_norm(layer, slots, a, b):
     normal = F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
     return row_part("weight", (b*normal).view(len(b), -1, n).sum(1)), row_part("bias", b.reshape(len(b), -1, n).sum(1))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #7b855966
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #795afad4
 def add_tokens(slot:Slot, scales:Tensor, tokens:Tensor, b:Tensor):
     "Add the weighted output gradients to the rows of their tokens."
     slot.shaped.index_add_(0, tokens.flatten(), (b*scales.view(-1, 1, 1)).flatten(0, 1))
@@ -217,7 +209,7 @@ def embedding(layer, slots, tokens, b):
     same = tokens.unsqueeze(1)==tokens.unsqueeze(2)
     return Part("weight", (same*torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp_(min=0), (tokens, b), add_tokens),
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #3334c840
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #b94c7cda
 def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
     "Per-sample gradients (batch, *shape) as rows in the order of the slot's memory."
     return (gradients.permute(0, 1, 3, 4, 2) if slot.channels_last else gradients).reshape(len(gradients), -1)
@@ -228,14 +220,14 @@ def opacus_rows(layer, slots, a, b):
     found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #1fe68a4b
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #d9fb009a
 HELD_BYTES = 1<<28 # Largest set of per-sample gradients that one layer may hold
 
 KERNELS = {
     nn.Linear: dict(rank_one=linear_rank_one, gram=linear_gram, matrices=linear_matrices),
     nn.Conv2d: dict(matrices=conv_matrices, grouped=conv_grouped, gram=conv_gram, gram_product=conv_gram_product, chunked=conv_chunked),
     nn.GroupNorm: dict(rows=group_norm), nn.LayerNorm: dict(rows=layer_norm),
-    nn.InstanceNorm1d: dict(rows=instance_norm), nn.InstanceNorm2d: dict(rows=instance_norm), nn.InstanceNorm3d: dict(rows=instance_norm),
+    **{kind: dict(rows=instance_norm) for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)},
     nn.Embedding: dict(tokens=embedding),
 }
 
