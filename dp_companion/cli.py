@@ -7,9 +7,8 @@ __all__ = ['app', 'Decay', 'AccountantName', 'ProfileName', 'DecayFlag', 'RateFl
            'SizeFlag', 'DeltaFlag', 'JsonFlag', 'RunsFlag', 'ProfileFlag', 'reproduce', 'budget', 'calibrate', 'run',
            'tables', 'site', 'data', 'main']
 
-# %% ../nbs/cli.ipynb #ce8b3f25
+# %% ../nbs/cli.ipynb #55f33aaf
 import json
-import math
 import sys
 from contextlib import contextmanager
 from enum import Enum
@@ -38,11 +37,11 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead 
 RunsFlag = Annotated[Path, typer.Option(help="Folder of runs and their records.")]
 ProfileFlag = Annotated[ProfileName, typer.Option(help="digits: minutes; laptop: hours; paper: a GPU.")]
 
-# %% ../nbs/cli.ipynb #f2de8121
+# %% ../nbs/cli.ipynb #1eb4e777
 def _shape(decay, initial, decay_rate, drop_every, epochs, batch_size, dataset_size):
     "The schedule and the plan that the flags say."
     from dp_companion.budgets.schedules import PoissonPlan, schedule
-    if not 0 < initial < math.inf: raise ValueError(f"noise_multiplier must be finite and > 0, got noise_multiplier={initial}")
+    if not 1e-100 < initial < 1e100: raise ValueError(f"noise_multiplier must be > 0 and between 1e-100 and 1e100, got noise_multiplier={initial}")
     plan = PoissonPlan(dataset_size=dataset_size, expected_batch_size=batch_size, epochs=epochs)
     return schedule(decay.value, initial=initial, decay_rate=decay_rate, drop_every=drop_every), plan
 def _say(content, as_json):
@@ -102,10 +101,10 @@ def _page(report):
     lines += [f"  {'met    ' if p.holds else 'not met'}  {p.name}: {p.value:.4g} against {p.bound:.4g}" for p in report.preconditions]
     return "\n".join([*lines, "", report.verdict])
 
-# %% ../nbs/cli.ipynb #ae0290e6
+# %% ../nbs/cli.ipynb #72000dbe
 @app.command()
 def budget(
-    noise_multiplier:Annotated[float, typer.Option(help="Initial noise std over sensitivity.")],
+    noise_multiplier:Annotated[float, typer.Option(help="Initial noise std over the clipping bound.")],
     epochs:EpochsFlag, batch_size:BatchFlag, dataset_size:SizeFlag, decay:DecayFlag="none", decay_rate:RateFlag=None, drop_every:DropFlag=None,
     delta:DeltaFlag=1e-5, as_json:JsonFlag=False,
 ):
@@ -123,7 +122,7 @@ def budget(
     if as_json: _say(report.to_dict(), as_json)
     else: typer.echo(_page(report))
 
-# %% ../nbs/cli.ipynb #7b00a63b
+# %% ../nbs/cli.ipynb #60054ca4
 @app.command()
 def calibrate(
     target_epsilon:Annotated[float, typer.Option(help="epsilon to stay under.")],
@@ -133,14 +132,16 @@ def calibrate(
 ):
     """Initial noise multiplier for a target ε.
 
-    With rdp, pld or tcdp the answer never overshoots the target; as-printed reproduces the multipliers that the paper prints.
+    With rdp or pld the answer never overshoots the target. tcdp assumes batches of one fixed size, and says so; as-printed reproduces the multipliers that the paper prints.
 
     Example: dp-companion calibrate --target-epsilon 1 --decay none --epochs 100 --batch-size 64 --dataset-size 60000 --accountant pld
     """
     from dp_companion.budgets import certified
+    from dp_companion.budgets.decayed import claimed_budget
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
     with _waiting(f"calibrating by {accountant.value}"): sigma = certified.calibrate(shape, plan, target_epsilon=target_epsilon, delta=delta, accountant=accountant.name)
-    _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta}, as_json)
+    assumed = [p.name for p in claimed_budget(shape.rescaled(sigma), plan, delta=delta, formula="as_derived").unmet] if accountant.value == "tcdp" else []
+    _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta, **({"assumed, not met by Poisson batches": assumed} if assumed else {})}, as_json)
 
 # %% ../nbs/cli.ipynb #0f932f88
 @app.command()
@@ -193,12 +194,13 @@ def data(as_json:JsonFlag=False):
     from dp_companion.workbench.datasets import DATASETS, data_root, where
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
-# %% ../nbs/cli.ipynb #0e46c797
+# %% ../nbs/cli.ipynb #0728998c
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line where None
 ):
     "Run the command line; wrong values end with one sentence and status 2."
-    try: status = app(args=arguments, standalone_mode=False)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try: status = app(args=arguments or ["--help"], standalone_mode=False)
     except Exception as error:
         sentence = error.format_message() if hasattr(error, "format_message") else str(error).strip()
         if not isinstance(error, (ValueError, FileNotFoundError, RuntimeError)) and not hasattr(error, "format_message"): raise

@@ -245,3 +245,15 @@ def test_rdp_of_ten_phases_is_quick():
         by_rdp(events)
         return time.process_time() - start
     assert min(once() for _ in range(7)) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target, step_rdp, step_pld, constant_pld", [(3, 14.24, 13.17, 0.763), (8, 10.80, 10.31, 0.565)])
+def test_multipliers_for_paper_global_adapt_v2(target, step_rdp, step_pld, constant_pld):
+    "Reference values computed apart from this package, on other grids."
+    plan = PoissonPlan(dataset_size=60000, expected_batch_size=64, epochs=100)
+    step, constant = StepDecay(initial=1, decay_rate=0.5, drop_every=10), Constant(initial=1)
+    for schedule, accountant, reference in ((step, "rdp", step_rdp), (step, "pld", step_pld), (constant, "pld", constant_pld)):
+        sigma = calibrate(schedule, plan, target_epsilon=target, delta=1e-5, accountant=accountant)
+        assert sigma == pytest.approx(reference, rel=2e-3)
+        assert certify(gaussian_events(schedule.rescaled(sigma), plan), delta=1e-5)[accountant].epsilon <= target

@@ -151,14 +151,14 @@ def _plain(value):
     if isinstance(value, np.generic): value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-# %% ../../nbs/budgets/certified.ipynb #724b92ff
+# %% ../../nbs/budgets/certified.ipynb #0bf3bb32
 def _epsilon_of(value):
     "The epsilon of a claim, of an audit's finding, or of a number."
     return math.nan if value is None else float(getattr(value, "epsilon", value))
 
 def _verdict(claimed, certified, empirical):
     "What follows from three epsilons; NaN for one that is not there."
-    if empirical > certified: return f"The attack's {empirical:.4g} is above the certified {certified:.4g}: one of the two is wrong."
+    if empirical > certified: return f"The attack's {empirical:.4g} is above the certified {certified:.4g}: beyond the attack's confidence level, one of the two is wrong."
     if empirical > claimed: return f"The claim of {claimed:.4g} is refuted: an attack achieved {empirical:.4g}."
     if claimed < certified: return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
     return f"What is certified is {certified:.4g}."

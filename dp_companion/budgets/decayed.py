@@ -153,15 +153,15 @@ def claimed_budget(
     epsilon = math.inf if derived and not follows else tcdp_to_epsilon(total.rho, total.omega if derived else math.inf, delta=delta)
     return ClaimedBudget(rho=total.rho, omega=total.omega, epsilon=epsilon, preconditions=conditions, formula=formula)
 
-# %% ../../nbs/budgets/decayed.ipynb #13cf77ff
-FIGURE_9_READING = 0.0206 # rho that the paper read off its Figure 9 for epsilon = 1, delta = 1e-5; the exact inverse is 0.02082
+# %% ../../nbs/budgets/decayed.ipynb #53948af9
+FIGURE_9_READING = 0.0206 # rho at epsilon = 1, delta = 1e-5: the one round value that fits all printed multipliers; the paper says that it used its Figure 9; the exact inverse is 0.02082
 
 def _claimed_rho(target_epsilon, delta, formula):
     "rho for a target: the paper's reading where the formula is as_printed and the paper read it, the exact inverse elsewhere."
     read = formula == "as_printed" and (target_epsilon, delta) == (1, 1e-5)
     return FIGURE_9_READING if read else epsilon_to_rho(target_epsilon, delta=delta)
 
-# %% ../../nbs/budgets/decayed.ipynb #70d8fa8a
+# %% ../../nbs/budgets/decayed.ipynb #873bf4a7
 def _derived_initial(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
@@ -173,7 +173,9 @@ def _derived_initial(
     q, C, L = plan.sample_rate, sensitivity, -math.log(delta)
     if not q <= 0.1: raise ValueError(f"sample_rate must be <= 0.1 for formula=as_derived, got sample_rate={q}")
     variances = [(event.noise_multiplier**2, event.steps) for event in gaussian_events(schedule.rescaled(1.0), plan)]
-    S, m = math.fsum(steps/v for v, steps in variances), min(v for v, _ in variances)
+    m = min(v for v, _ in variances)
+    if not m > 1e-250: raise ValueError(f"schedule must not fall below 1e-125 of its start for formula=as_derived, got {math.sqrt(m):g}")
+    S = math.fsum(steps/v for v, steps in variances)
     rho = epsilon_to_rho(target_epsilon, delta=delta)
     A = 13/4*q**2*-math.log(q)*S*m # rho*omega, whatever the initial multiplier
     if L <= (A/rho - 1)**2*rho and A > rho: variance = 13*q**2*C**2*S/(2*rho)

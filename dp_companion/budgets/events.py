@@ -12,11 +12,11 @@ import numpy as np
 
 from .schedules import PoissonPlan, Schedule, _real, _whole
 
-# %% ../../nbs/budgets/events.ipynb #b21c6320
+# %% ../../nbs/budgets/events.ipynb #79c4fc01
 @dataclass(frozen=True, kw_only=True)
 class MechanismEvent:
     "A sampled Gaussian mechanism, repeated `steps` times."
-    noise_multiplier: float # sigma, noise std / sensitivity, dimensionless; finite, > 0
+    noise_multiplier: float # sigma, noise std / what one added or removed record changes (C for a clipped sum, 1 for a count); finite, > 0
     sample_rate: float # q, probability that a record is in the batch; in (0, 1]
     steps: int # How many times; >= 0
     query: str = "gradient" # What was asked

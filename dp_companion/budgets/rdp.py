@@ -125,7 +125,7 @@ ORDERS = np.unique(np.concatenate([
     [1 + x/10. for x in range(1, 100)], np.arange(11, 65), # Opacus's own, and 64
     [80, 96, 128, 160, 192, 256, 384, 512, 768, 1024]])) # sparse, for much noise
 
-# %% ../../nbs/budgets/rdp.ipynb #5fa04af9
+# %% ../../nbs/budgets/rdp.ipynb #41b76b11
 def merge_events(
     events:Iterable[MechanismEvent], # In any order
     at_most:int=1000, # How many distinct multipliers to keep apart
@@ -135,7 +135,7 @@ def merge_events(
     if not rows: return ()
     sigma, q, steps = map(np.array, zip(*rows))
     if len(set(zip(sigma, q))) > at_most:
-        width = math.log(sigma.max()/sigma.min())/at_most
+        width = max(math.log(sigma.max()/sigma.min()), 1e-9)/at_most # one multiplier at many rates has no width of its own
         sigma = np.minimum(sigma, sigma.min()*np.exp(width*np.floor(np.log(sigma/sigma.min())/width)))
     pairs, which = np.unique(np.column_stack([sigma, q]), axis=0, return_inverse=True)
     totals = [sum(steps[which.ravel() == i].tolist()) for i in range(len(pairs))]
@@ -204,15 +204,15 @@ def _bracket(epsilon_of, target, start, factor):
         if (tried[scale] <= target) != (tried[start] <= target): return tried
     raise ValueError(f"target_epsilon must be one that some noise gives, got target_epsilon={target}")
 
-# %% ../../nbs/budgets/rdp.ipynb #f3fa6b61
+# %% ../../nbs/budgets/rdp.ipynb #ba8c9048
 def _interpolated(tried, aim, low, high):
     "The scale between `low` and `high` where epsilon should be `aim`, from the three nearest tried."
     usable = [(math.log(e/aim), math.log(s)) for s, e in tried.items() if 0 < e < math.inf]
     nearest = sorted(usable, key=lambda pair: abs(pair[0]))[:3]
     if len({x for x, _ in nearest}) == len(nearest) > 1:
         x, y = map(np.array, zip(*nearest))
-        guess = math.exp(sum(y[i]*np.prod([x[j]/(x[j] - x[i]) for j in range(len(x)) if j != i]) for i in range(len(x))))
-        if low < guess < high: return guess
+        guess = sum(y[i]*np.prod([x[j]/(x[j] - x[i]) for j in range(len(x)) if j != i]) for i in range(len(x)))
+        if math.log(low) < guess < math.log(high): return math.exp(guess)
     return math.sqrt(low*high)
 
 # %% ../../nbs/budgets/rdp.ipynb #62f6f0cd
@@ -234,14 +234,14 @@ def smallest_scale(
         middle = math.sqrt(low*high) if halve else _interpolated(tried, target_epsilon*(1 - rtol/2), low, high)
         tried[middle] = epsilon_of(middle)
 
-# %% ../../nbs/budgets/rdp.ipynb #5f9b0f2a
+# %% ../../nbs/budgets/rdp.ipynb #d08ea5ec
 def calibrate_noise_multiplier(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
     *,
     target_epsilon:float, # epsilon (nats); > 0
     delta:float, # Target delta, in (0, 1)
-)->float: # Initial noise multiplier; epsilon by RDP is at most the target, and within 1e-4 of it
+)->float: # Initial noise multiplier; epsilon by RDP is at most the target, and within 1e-4 of it unless it is 0
     "Initial noise multiplier of a schedule for a target epsilon by RDP; never overshoots."
     _real("target_epsilon", target_epsilon)
     _real("delta", delta, below=1)

@@ -36,7 +36,7 @@ class TCDP:
         "The same mechanism `steps` times (BDRS18; paper global_adapt_v2, Lemma 2)."
         return TCDP(steps*self.rho, self.omega) if steps else TCDP(0.0)
 
-# %% ../../nbs/budgets/tcdp.ipynb #848c2930
+# %% ../../nbs/budgets/tcdp.ipynb #b35eb959
 def gaussian_tcdp(
     noise_multiplier:float, # sigma, noise std / clipping bound, dimensionless; finite, > 0
     *,
@@ -45,7 +45,9 @@ def gaussian_tcdp(
     "tCDP of the Gaussian mechanism, exact at every order (paper global_adapt_v2, Lemma 1)."
     _real("noise_multiplier", noise_multiplier)
     _real("sensitivity", sensitivity)
-    return TCDP((sensitivity/noise_multiplier)**2/2)
+    rho = (sensitivity/noise_multiplier)*(sensitivity/noise_multiplier)/2 # a product overflows to inf where a power would raise
+    if not 0 < rho < math.inf: raise ValueError(f"noise_multiplier must keep rho a finite number > 0, got noise_multiplier={noise_multiplier}, rho={rho}")
+    return TCDP(rho)
 
 # %% ../../nbs/budgets/tcdp.ipynb #be7cd06a
 def compose_tcdp(

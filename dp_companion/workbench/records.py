@@ -23,7 +23,7 @@ REVISION = 1 # Raised when training changes so that old records would no longer 
 ACCOUNTINGS = ("as_printed", "certified") # Which formula chose the initial noise multiplier
 DECAYS = ("none", "linear", "time", "step") # Table 1 of paper `global_adapt_v2`, and no decay
 
-# %% ../../nbs/workbench/records.ipynb #dbe02296
+# %% ../../nbs/workbench/records.ipynb #e675e767
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
     "Everything that decides what a run computes, in plain values."
@@ -35,7 +35,7 @@ class RunSpec:
     max_grad_norm:float=1. # Lower clipping bound c0, the sensitivity
     strict_max_grad_norm:float|None=None # Initial upper clipping bound z0; None where the rule has none
     bound_decay_rate:float|None=None # Step factor of the upper bound every `drop_every` epochs; None keeps it
-    noise_multiplier:float # Initial noise std over sensitivity
+    noise_multiplier:float # Initial noise std over the clipping bound `max_grad_norm`
     decay:str="none" # One of `DECAYS`, on the noise variance
     decay_rate:float|None=None # R of that decay
     drop_every:int|None=None # K, epochs between drops
