@@ -30,7 +30,7 @@ test: install
 	@$(BIN)/python -m pytest tests/test_in_step.py
 	@$(BIN)/ruff check .
 	@$(BIN)/nbdev_test --n_workers 2
-	@$(BIN)/python -m pytest --ignore tests/test_in_step.py
+	@$(BIN)/python -m pytest -n 2 --ignore tests/test_in_step.py
 
 bench: install
 	@for script in tests/bench/*.py; do $(BIN)/python $$script; done

@@ -25,7 +25,7 @@ Decay = Enum("Decay", {w: w for w in ("none", "linear", "time", "step")}, type=s
 AccountantName = Enum("AccountantName", {w.replace("-", "_"): w for w in ("as-printed", "tcdp", "rdp", "pld")}, type=str) # what `calibrate` can aim with
 ProfileName = Enum("ProfileName", {w: w for w in ("digits", "laptop", "paper")}, type=str) # sizes of an experiment
 
-# %% ../nbs/cli.ipynb #5a9898a4
+# %% ../nbs/cli.ipynb #5543bc8b
 DecayFlag = Annotated[Decay, typer.Option(help="How the noise variance falls.")]
 RateFlag = Annotated[float | None, typer.Option(help="R of the decay: in (0, 1).")]
 DropFlag = Annotated[int | None, typer.Option(help="K: epochs between two drops of step decay.")]
@@ -35,7 +35,7 @@ SizeFlag = Annotated[int, typer.Option(help="n: training records.")]
 DeltaFlag = Annotated[float, typer.Option(help="delta, in (0, 1).")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 RunsFlag = Annotated[Path, typer.Option(help="Folder of runs and their records.")]
-ProfileFlag = Annotated[ProfileName, typer.Option(help="digits: minutes; laptop: hours; paper: a GPU.")]
+ProfileFlag = Annotated[ProfileName, typer.Option(help="digits: minutes; laptop: hours; paper: days.")]
 
 # %% ../nbs/cli.ipynb #1eb4e777
 def _shape(decay, initial, decay_rate, drop_every, epochs, batch_size, dataset_size):

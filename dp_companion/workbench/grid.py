@@ -31,12 +31,12 @@ class Profile:
     learning_rate:float # Initial learning rate
     seeds:int # Runs per cell of a table
 
-# %% ../../nbs/workbench/grid.ipynb #fee09dbd
+# %% ../../nbs/workbench/grid.ipynb #e8b4cddb
 PROFILES = {
     "digits": Profile(dataset="digits", dataset_size=1437, epochs=20, drop_every=2, expected_batch_size=64, learning_rate=1e-4, seeds=3),
     "laptop": Profile(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1, expected_batch_size=64, learning_rate=1e-4, seeds=3),
     "paper": Profile(dataset="mnist", dataset_size=60000, epochs=100, drop_every=10, expected_batch_size=64, learning_rate=1e-4, seeds=5),
-} # minutes on two cores; hours on two cores; a GPU
+} # minutes, hours and days on two cores
 
 # %% ../../nbs/workbench/grid.ipynb #ee622c64
 def profile_named(
