@@ -71,20 +71,20 @@ def epsilon_text(
     if math.isinf(epsilon): return "none"
     return f"{epsilon:,.0f}" if epsilon >= 100 else f"{epsilon:.3g}"
 
-# %% ../../nbs/workbench/tables.ipynb #4582d369
-HEADINGS = {"target_epsilon": "ε asked for", "method": "method", "accounting": "noise chosen", "published": "paper, MNIST %", "ours": "ours %", "claimed": "claimed ε",
+# %% ../../nbs/workbench/tables.ipynb #67cf6d69
+HEADINGS = {"target_epsilon": "ε asked for", "method": "method", "accounting": "noise chosen", "published": "paper, MNIST %", "ours": "ours % (seeds)", "claimed": "claimed ε",
             "certified": "certified ε", "empirical": "empirical ε"} # columns of the printed table, in order
 
-# %% ../../nbs/workbench/tables.ipynb #37346887
+# %% ../../nbs/workbench/tables.ipynb #5dbbc671
 def for_print(
     table:pd.DataFrame, # From `beside_published`
 )->pd.DataFrame: # Text, with HEADINGS as columns
-    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD."
+    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; V2 is short for DP-SGD-Global-Adapt-V2."
     text = table.assign(
-        ours=[f"{m:.1f} ± {s:.1f} ({n})" if n > 1 else f"{m:.1f} (1)" for m, s, n in zip(table["accuracy_mean"], table["accuracy_sd"], table["seeds"])],
+        ours=[f"{m:.1f}\u00a0±\u00a0{s:.1f}\u00a0({n})" if n > 1 else f"{m:.1f}\u00a0(1)" for m, s, n in zip(table["accuracy_mean"], table["accuracy_sd"], table["seeds"])],
         published=[f"{p:.2f}" if p == p else "—" for p in table["published"]],
         certified=table[["certified_rdp", "certified_pld"]].min(axis=1).map(epsilon_text),
-        accounting=table["accounting"].str.replace("_", " "), target_epsilon=table["target_epsilon"].map("{:g}".format),
+        method=table["method"].str.replace("DP-SGD-Global-Adapt-V2", "V2"), accounting=table["accounting"].str.replace("_", " "), target_epsilon=table["target_epsilon"].map("{:g}".format),
         claimed=table["claimed"].map(epsilon_text), empirical=[epsilon_text(e) for e in table["empirical"]])
     return text[list(HEADINGS)].rename(columns=HEADINGS)
 
