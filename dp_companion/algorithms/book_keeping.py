@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['gradient_slots', 'layout', 'tapped_layers', 'Anchor', 'seconds', 'fastest', 'Book']
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #3fa349c3
+# %% ../../nbs/algorithms/book_keeping.ipynb #7e74df40
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from opacus.grad_sample import GradSampleModule
 from .per_sample_norms import HELD_BYTES, KERNELS, Slot, candidates, kernels_of, row_part, opacus_rows
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #6ab56c9d
+# %% ../../nbs/algorithms/book_keeping.ipynb #acb03971
 def gradient_slots(
     model:nn.Module,
 )->tuple[Tensor,dict]: # The flat buffer (n,), zero; parameter -> Slot
@@ -32,7 +32,7 @@ def layout(p:Tensor)->tuple: # Strides
     dense = p.dim()==4 and p.is_contiguous(memory_format=torch.channels_last)
     return p.stride() if dense else torch.empty(p.shape, device="meta").stride()
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #607c67be
+# %% ../../nbs/algorithms/book_keeping.ipynb #9e0f164a
 def tapped_layers(
     model:nn.Module,
     name:str="", # Of the model inside a larger one
@@ -47,7 +47,7 @@ def tapped_layers(
         found.update({k: v for k, v in new.items() if all(v is not w for w in found.values())})
     return found
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #420e736b
+# %% ../../nbs/algorithms/book_keeping.ipynb #160f745e
 class Anchor(torch.autograd.Function):
     "The same tensor, hung on a scalar that asks for a gradient."
     @staticmethod
@@ -57,7 +57,7 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx, b): return None, None
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #37b924b9
+# %% ../../nbs/algorithms/book_keeping.ipynb #22075894
 def seconds(kernel, layer, slots, a, b)->float:
     "Time of the norms and the sum by one kernel."
     if b.is_cuda: torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def fastest(layer, slots, a, b, held_bytes:int=HELD_BYTES, repeats:int=4)->str: 
     times = {name: min(seconds(kernels_of(layer)[name], layer, scratch, a, b) for _ in range(repeats)) for name in names}
     return min(times, key=times.get)
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #b4140c0e
+# %% ../../nbs/algorithms/book_keeping.ipynb #048c5850
 class Book:
     "Taps a model for one forward pass, and turns the backward pass into norms and a weighted sum."
     def __init__(self,

@@ -6,7 +6,7 @@
 __all__ = ['ENGINES', 'per_sample_losses', 'call', 'part_of', 'BookEngine', 'RuledOptimizer', 'HooksEngine', 'NotFinite',
            'RuledGhost', 'PerSample', 'GhostEngine']
 
-# %% ../../nbs/algorithms/engines.ipynb #c1837a50
+# %% ../../nbs/algorithms/engines.ipynb #0ceece5b
 import copy
 import inspect
 import torch
@@ -17,7 +17,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .book_keeping import Book, gradient_slots
 from .per_sample_norms import HELD_BYTES
 
-# %% ../../nbs/algorithms/engines.ipynb #c94717e9
+# %% ../../nbs/algorithms/engines.ipynb #4e7cf587
 def per_sample_losses(
     loss_fn, # A torch loss, or a function of (outputs, targets) with a `reduction` argument or with one loss per sample
     outputs, # Of the model
@@ -37,7 +37,7 @@ def per_sample_losses(
     parts = losses.reshape(len(losses), -1)
     return parts.mean(1) if reduction=="mean" else parts.sum(1)
 
-# %% ../../nbs/algorithms/engines.ipynb #143dbb46
+# %% ../../nbs/algorithms/engines.ipynb #c1945b39
 def call(model, inputs):
     "The model on a tensor, a tuple of arguments or a dict of them."
     if isinstance(inputs, dict): return model(**inputs)
@@ -94,7 +94,7 @@ class HooksEngine:
             p.grad_sample = p.summed_grad = None
         return losses.detach()
 
-# %% ../../nbs/algorithms/engines.ipynb #50f0bc24
+# %% ../../nbs/algorithms/engines.ipynb #b2674eee
 class NotFinite(Exception):
     "Some samples' norms are not finite."
 

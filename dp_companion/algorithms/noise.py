@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLOCK', 'ZEROS', 'key_stream', 'random_bits_', 'box_muller_', 'gaussian_', 'GaussianNoise']
 
-# %% ../../nbs/algorithms/noise.ipynb #cc7bbfee
+# %% ../../nbs/algorithms/noise.ipynb #8d9f705b
 import os
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-# %% ../../nbs/algorithms/noise.ipynb #2ff1bf77
+# %% ../../nbs/algorithms/noise.ipynb #19693346
 BLOCK = 1<<18 # Bytes drawn and turned at once; small enough for the processor's cache, a multiple of 16
 ZEROS = bytes(BLOCK)
 
@@ -37,7 +37,7 @@ def random_bits_(
     view[head:] = stream.update(ZEROS[head:len(view)])
     return out
 
-# %% ../../nbs/algorithms/noise.ipynb #a71b48da
+# %% ../../nbs/algorithms/noise.ipynb #c993d073
 def box_muller_(
     out:np.ndarray, # (2, half) contiguous float32 or float64, filled with random bits; overwritten
     std:float, # Standard deviation of every entry
@@ -66,7 +66,7 @@ def gaussian_(
     for start in range(0, len(out), size): box_muller_(random_bits_(out[start:start+size], stream).reshape(2, -1), std)
     return out
 
-# %% ../../nbs/algorithms/noise.ipynb #34be12e5
+# %% ../../nbs/algorithms/noise.ipynb #742f0387
 @dataclass(frozen=True, kw_only=True)
 class GaussianNoise:
     "A source of Gaussian noise, seeded for experiments or secure for release."

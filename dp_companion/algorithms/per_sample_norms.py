@@ -10,7 +10,7 @@ __all__ = ['CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'zero_rows', 
            'group_norm', 'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows',
            'kernels_of', 'candidates']
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #0024ce94
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 from functools import partial
 from dataclasses import dataclass
 from typing import Callable
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #f66bac94
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #73b46a36
 @dataclass(frozen=True, eq=False)
 class Slot:
     "The place of one parameter's gradient in the flat buffer."
@@ -52,7 +52,7 @@ def squares(x:Tensor)->Tensor: # (batch,)
     "Squared norm of every row."
     return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1).square_()
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #cb7960c3
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #642f0891
 def add_rows(slot:Slot, scales:Tensor, matrix:Tensor):
     "Add the weighted sum of the rows of (batch, n)."
     slot.flat.addmv_(matrix.T, scales)
@@ -64,7 +64,7 @@ def row_part(
     "Per-sample gradients that are held."
     return Part(parameter, squares(matrix), (matrix,), add_rows)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #d630d6ca
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #93520333
 def add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the sum of scales_i b_it a_it' over samples and positions; a (batch, T, in), b (batch, T, out)."
     weighted = b*scales.view(-1, 1, 1)
@@ -92,7 +92,7 @@ def linear_matrices(layer, slots, a, b):
     a, b = positions(a), positions(b)
     return row_part("weight", torch.bmm(b.transpose(1, 2), a).flatten(1)), row_part("bias", b.sum(1))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #d506f366
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #21c40999
 def padded(layer, a)->Tensor:
     "The input with its padding made explicit."
     pad = layer._reversed_padding_repeated_twice
@@ -130,7 +130,7 @@ def conv_patches(layer, slots, a, b)->Tensor: # (batch*groups, T, D)
 
 def conv_bias(b)->Part: return row_part("bias", b.sum((2, 3)))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #8bbad882
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #9e3c3497
 CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cache when they are used
 
 def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tensor: # Of the shape of `like`
@@ -178,7 +178,7 @@ def conv_chunked(layer, slots, a, b, chunk:int=8):
     norms = torch.cat([conv_matrices(layer, slots, x, y)[0].squared_norms for x, y in pieces])
     return Part("weight", norms, (a, b), partial(add_convolution, layer)), conv_bias(b)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #cf7f6418
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #681d4935
 def grouped_norm(layer, a, b, groups:int):
     "Rows for the affine parameters of a normalisation over channel groups."
     (n, c), positions = a.shape[:2], a[0, 0].numel()
@@ -197,7 +197,7 @@ def layer_norm(layer, slots, a, b):
     normal = F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
     return row_part("weight", (b*normal).view(len(b), -1, n).sum(1)), row_part("bias", b.reshape(len(b), -1, n).sum(1))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #795afad4
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #ff57624c
 def add_tokens(slot:Slot, scales:Tensor, tokens:Tensor, b:Tensor):
     "Add the weighted output gradients to the rows of their tokens."
     slot.shaped.index_add_(0, tokens.flatten(), (b*scales.view(-1, 1, 1)).flatten(0, 1))
@@ -209,7 +209,7 @@ def embedding(layer, slots, tokens, b):
     same = tokens.unsqueeze(1)==tokens.unsqueeze(2)
     return Part("weight", (same*torch.bmm(b, b.transpose(1, 2))).sum((1, 2)).clamp_(min=0), (tokens, b), add_tokens),
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #b94c7cda
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db4
 def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
     "Per-sample gradients (batch, *shape) as rows in the order of the slot's memory."
     return (gradients.permute(0, 1, 3, 4, 2) if slot.channels_last else gradients).reshape(len(gradients), -1)
@@ -220,7 +220,7 @@ def opacus_rows(layer, slots, a, b):
     found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #d9fb009a
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #bca4d600
 HELD_BYTES = 1<<28 # Largest set of per-sample gradients that one layer may hold
 
 KERNELS = {

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_model', 'check_buffers', 'StepReport', 'PrivateStep', 'gathered', 'keep_freed_memory']
 
-# %% ../../nbs/algorithms/private_step.ipynb #732b2b6b
+# %% ../../nbs/algorithms/private_step.ipynb #0b6afe87
 import ctypes
 import math
 import os
@@ -19,7 +19,7 @@ from .engines import ENGINES, part_of
 from .noise import GaussianNoise
 from .per_sample_norms import HELD_BYTES
 
-# %% ../../nbs/algorithms/private_step.ipynb #76b6eb0a
+# %% ../../nbs/algorithms/private_step.ipynb #8b68c99e
 def check_model(model:nn.Module):
     "Refuse layers that have no per-sample gradient."
     for name, layer in model.named_modules():
@@ -38,7 +38,7 @@ def check_buffers(model:nn.Module, before:dict):
     if changed: raise ValueError(f"no buffer may change in a private step, got a change of {changed[0]!r}: it holds statistics of the "
         "raw data, without noise")
 
-# %% ../../nbs/algorithms/private_step.ipynb #78dca926
+# %% ../../nbs/algorithms/private_step.ipynb #ef6b9b21
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     "What one step did; what is named nonprivate comes from the raw data and must not be released."
@@ -56,7 +56,7 @@ class StepReport:
     @property
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
-# %% ../../nbs/algorithms/private_step.ipynb #929d03e0
+# %% ../../nbs/algorithms/private_step.ipynb #b3c71b16
 class PrivateStep:
     "Differentially private steps for a model and an ordinary optimizer."
     def __init__(self,
@@ -183,7 +183,7 @@ def gathered(norms:Tensor)->Tensor: # Of all processes, on every process
     dist.all_gather_object(found, norms.cpu())
     return torch.cat(found)
 
-# %% ../../nbs/algorithms/private_step.ipynb #9e0f1d77
+# %% ../../nbs/algorithms/private_step.ipynb #1e0b7517
 def keep_freed_memory()->bool: # Whether the C library took the setting
     "Keep freed memory in this process instead of handing it back to the kernel (glibc's mallopt)."
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # malloc.h

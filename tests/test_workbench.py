@@ -1,0 +1,353 @@
+"The workbench: losses, fairness, data sets, models, optimizers and learning rates, across modules and on files that go wrong."
+import hashlib
+import io
+import math
+import os
+import pickle
+import sys
+import tarfile
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from torchvision.datasets import CIFAR10
+
+from dp_companion.algorithms.clipping import clip_rule
+from dp_companion.algorithms.private_step import PrivateStep
+from dp_companion.published import load
+from dp_companion.workbench import datasets, image_folders, melt_pools, models
+from dp_companion.workbench.datasets import load_cifar, load_dataset, load_image_folder, load_unbalanced_digits, thinned, where
+from dp_companion.workbench.fairness import fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
+from dp_companion.workbench.losses import build_loss, focal_loss
+from dp_companion.workbench.models import build_model
+from dp_companion.workbench.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
+
+properties = settings(derandomize=True, max_examples=40, deadline=None)
+SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    "No test reads or writes the user's cache."
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
+
+
+# Losses
+
+@properties
+@given(st.lists(st.floats(-200, 200), min_size=3, max_size=3), st.integers(0, 2), st.floats(0, 5), st.floats(0, 10))
+def test_focal_loss_lies_between_zero_and_weighted_cross_entropy(logits, target, gamma, alpha):
+    logits, target = torch.tensor([logits], dtype=torch.float64, requires_grad=True), torch.tensor([target])
+    loss, ceiling = focal_loss(logits, target, alpha=alpha, gamma=gamma), alpha*cross_entropy(logits, target)
+    assert 0 <= loss.item() <= ceiling.item()*(1 + 1e-9)
+    assert torch.autograd.grad(loss, logits)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_focal_loss_in_a_private_step_of_every_engine(engine):
+    data, loss_fn = load_dataset("digits"), build_loss("focal", alpha=tuple(np.linspace(.1, 1, 10)), gamma=2.)
+    model = build_model("unbalanced_mnist_cnn", seed=0, image_size=8).double()
+    images, labels = data.train_images[:32].double(), data.train_labels[:32]
+    ordinary = torch.autograd.grad(loss_fn(model(images), labels), list(model.parameters()))
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=clip_rule("flat", max_grad_norm=1e9), expected_batch_size=32, engine=engine)
+    report = step(loss_fn, images, labels, noise_multiplier=0.)
+    for p, g in zip(step.model.parameters(), ordinary): torch.testing.assert_close(p.grad, g, rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(report.nonprivate_losses.double(), loss_fn(model(images), labels, reduction="none").detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_can_be_sent_to_another_process():
+    loss = pickle.loads(pickle.dumps(build_loss("focal", gamma=1.)))
+    assert loss(torch.zeros(2, 2), torch.tensor([0, 1])).item() == pytest.approx(.5*math.log(2))
+
+
+# Fairness
+
+def test_published_gaps_follow_from_the_published_group_accuracies():
+    rows = load("global_adapt_v2").query("dataset == 'Thinwall' and item in ['Table 7', 'Table 8', 'Table 9', 'Table 10', 'Table 11', 'Table 12']")
+    table = rows.fillna({"epsilon": 0}).pivot(index=["method", "epsilon"], columns="metric", values="value")
+    groups = [{m: row[f"accuracy_group_{m}"] for m in ("porous", "nonporous")} for _, row in table.iterrows()]
+    base = groups[list(table.index).index(("Non-DP", 0))]
+    for run, printed in zip(groups, table.privacy_cost_gap):
+        if not math.isnan(printed): assert privacy_cost_gap(base, [run], "porous", "nonporous") == pytest.approx(printed, abs=6e-4)
+
+
+@properties
+@given(st.integers(2, 5), st.integers(0, 2**32 - 1))
+def test_auc_ignores_the_scale_of_two_class_logits_and_groups_average_to_accuracy(classes, seed):
+    draw = torch.Generator().manual_seed(seed)
+    labels, logits = torch.arange(60) % classes, torch.randn(60, classes, generator=draw)
+    metrics = fairness_metrics(logits, labels)
+    weighted = sum(share*(labels == m).double().mean().item() for m, share in group_accuracies(logits.argmax(1), labels).items())
+    assert metrics["accuracy"] == pytest.approx(weighted) and 0 <= metrics["auc"] <= 1
+    if classes == 2: assert macro_roc_auc(logits/7, labels) == pytest.approx(metrics["auc"], abs=1e-9)
+    assert macro_roc_auc(torch.nn.functional.one_hot(labels, classes).float(), labels) == 1
+
+
+def test_fairness_of_a_data_set_uses_its_class_names():
+    data = load_dataset("synthetic_melt_pool_small")
+    logits = build_model("small_shufflenet", seed=0, image_size=24)(data.test_images)
+    assert list(fairness_metrics(logits.detach(), data.test_labels, data.class_names)) == ["accuracy", "auc", "accuracy_group_nonporous", "accuracy_group_porous"]
+
+
+# Data sets
+
+def write_images(folder, pixels, suffix="png", classes=("cat", "dog")):
+    for k, place in enumerate(f"{part}/{c}" for part in ("train", "test") for c in classes):
+        (folder/place).mkdir(parents=True)
+        Image.fromarray(pixels[k]).save(folder/place/f"0.{suffix}")
+    return folder
+
+
+@pytest.fixture
+def pixels(): return np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
+
+
+def test_an_image_folder_is_decoded_once_and_again_after_a_change(tmp_path, pixels, monkeypatch):
+    folder, read = write_images(tmp_path/"pets", pixels), []
+    monkeypatch.setattr(image_folders, "_pixels", lambda path, real=image_folders._pixels: read.append(path) or real(path))
+    first = load_image_folder(folder, name="pets", source="made here")
+    load_image_folder(folder, name="pets", source="made here")
+    assert len(read) == 4
+    Image.fromarray(pixels[3]).save(folder/"train"/"cat"/"1.png")
+    assert len(load_image_folder(folder, name="pets", source="made here").train_labels) == 3 and len(read) == 9
+    assert len(first.train_labels) == 2
+
+
+def test_two_folders_with_one_listing_do_not_share_a_cache(tmp_path, pixels):
+    a, b = write_images(tmp_path/"a"/"pets", pixels, "png"), write_images(tmp_path/"b"/"pets", pixels[::-1], "png")
+    for p in [*a.rglob("*.png"), *b.rglob("*.png")]: os.utime(p, ns=(1, 1))
+    assert not torch.equal(*(load_image_folder(f, name="pets", source="").train_images for f in (a, b)))
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, pixels, monkeypatch):
+    (tmp_path/"file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"file"))
+    assert len(load_image_folder(write_images(tmp_path/"pets", pixels), name="pets", source="").train_labels) == 2
+
+
+def test_a_killed_writer_leaves_no_half_cache(tmp_path, pixels, monkeypatch):
+    folder = write_images(tmp_path/"pets", pixels)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt): load_image_folder(folder, name="pets", source="")
+    assert not list((tmp_path/"cache").rglob("*.*"))
+
+
+def test_a_reencoded_cifar_says_so_and_a_lossless_one_does_not(tmp_path, pixels):
+    write_images(tmp_path/"cifar10", pixels, "jpg"); write_images(tmp_path/"cifar100", pixels, "png")
+    assert "re-encoded as JPEG" in load_cifar(tmp_path, classes=10).source
+    assert "re-encoded" not in load_cifar(tmp_path, classes=100).source
+
+
+def small_cifar(tmp_path, monkeypatch, pixels):
+    "An archive of torchvision's layout with one training batch, and torchvision told of its sums."
+    def batch(images): return pickle.dumps({"data": images.transpose(0, 3, 1, 2).reshape(len(images), -1), "labels": list(range(len(images)))}, protocol=2)
+    files = {"data_batch_1": batch(pixels[:3]), "test_batch": batch(pixels[3:]), "batches.meta": pickle.dumps({"label_names": list("abcdefghij")}, protocol=2)}
+    sums = {name: hashlib.md5(content).hexdigest() for name, content in files.items()}
+    monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", sums["data_batch_1"]]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
+    archive = tmp_path/CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(f"{CIFAR10.base_folder}/{name}"); entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    monkeypatch.setitem(datasets.ARCHIVE_SHA256, CIFAR10.filename, hashlib.sha256(archive.read_bytes()).hexdigest())
+    return tmp_path/CIFAR10.base_folder
+
+
+def test_original_batches_are_read_through_torchvision(tmp_path, monkeypatch, pixels):
+    folder = small_cifar(tmp_path, monkeypatch, pixels)
+    data = load_cifar(tmp_path, classes=10)
+    assert folder.is_dir() and data.train_images.shape == (3, 3, 32, 32) and data.train_labels.tolist() == [0, 1, 2] and data.class_names == tuple("abcdefghij")
+    scale = (data.test_images[0]*torch.tensor(datasets.RGB_STD)[:, None, None] + torch.tensor(datasets.RGB_MEAN)[:, None, None])*255
+    np.testing.assert_allclose(scale.permute(1, 2, 0), pixels[3], atol=1e-3)
+
+
+@pytest.mark.parametrize("damage,sentence", [
+    (lambda f: (f/"data_batch_1").write_bytes(pickle.dumps({"data": 1}, protocol=2)), "got one with another MD5"),
+    (lambda f: (f/"data_batch_1").write_bytes(pickle.dumps(partial(os.system, "exit 1"), protocol=2)), "must hold numpy arrays only, got 'functools partial'"),
+    (lambda f: (f/"data_batch_1").write_bytes(pickle.dumps(partial(os.system, "exit 1"), protocol=4)), "must hold numpy arrays only, got 'STACK_GLOBAL'"),
+    (lambda f: (f/"test_batch").write_bytes((f/"test_batch").read_bytes()[:50]), "must be a whole pickle"),
+    (lambda f: (f/"batches.meta").unlink(), "must hold batches.meta"),
+])
+def test_damaged_batches_are_not_unpickled(tmp_path, monkeypatch, pixels, damage, sentence):
+    folder = small_cifar(tmp_path, monkeypatch, pixels)
+    load_cifar(tmp_path, classes=10)
+    damage(folder)
+    monkeypatch.setattr(pickle, "load", lambda *a, **k: pytest.fail("a damaged pickle was opened"))
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error: load_cifar(tmp_path, classes=10)
+    assert "\n" not in str(error.value)
+
+
+def test_an_archive_with_another_sum_is_not_unpacked(tmp_path):
+    (tmp_path/"cifar-100-python.tar.gz").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="must have the published SHA-256 85cd44d0"): load_cifar(tmp_path, classes=100)
+    assert [p.name for p in tmp_path.iterdir()] == ["cifar-100-python.tar.gz"]
+
+
+@pytest.mark.parametrize("group,share", [(8, .01), (3, .05)])
+def test_thinning_keeps_its_share_on_average(group, share):
+    digits = load_dataset("digits")
+    counts = [int((thinned(digits, name="x", group=group, share=share, seed=s).train_labels == group).sum()) for s in range(300)]
+    n, others = (digits.train_labels == group).sum().item(), (digits.train_labels != group).sum().item()
+    expected = others*share/(1 - share)
+    assert np.mean(counts) == pytest.approx(expected, abs=4*math.sqrt(expected*(1 - expected/n)/300))
+
+
+def test_thinned_digits_are_the_same_on_every_machine():
+    data = load_unbalanced_digits()
+    assert len(data.train_labels) == 1307 and int((data.train_labels == 8).sum()) == 9 # the draw of seed 0: numpy keeps this stream
+
+
+def write_wall(folder, table):
+    folder.mkdir(parents=True)
+    draw, stems = np.random.default_rng(0), ["t0p5_x0_y1p5_z0p51_layer1", "t1_x2p25_y-1p5_z0p51_layer1"]
+    for k, stem in enumerate(stems):
+        np.savetxt(folder/f"{stem}.csv", melt_pools.melt_pool(bool(k), draw, shape=melt_pools.FRAME_SHAPE, wander=40.), fmt="%.0f", delimiter=",")
+    (folder/"labels.csv").write_text(table.format(*stems))
+    return folder
+
+
+@pytest.mark.parametrize("table", ["frame,porous\n{0}.csv,no\n{1}.csv,yes\n", "x,name,label\n1,{0},Healthy\n2,{1},Porous\n", "file,pore size in mm\n{0},\n{1},0.07\n",
+                                   "file,pore diameter\n{1},0.07\n{0},0\n"])
+def test_thinwall_tables_in_the_forms_that_people_keep(tmp_path, table):
+    content = melt_pools.read_thinwall(write_wall(tmp_path/"Thinwall", table))
+    assert content["labels"].tolist() == [0, 1] and content["images"].shape == (2, 200, 200)
+
+
+def test_thinwall_is_loaded_split_and_kept(tmp_path):
+    write_wall(tmp_path/"Thinwall", "frame,porous\n{0},0\n{1},1\n")
+    data = load_dataset("thinwall", tmp_path)
+    assert len(data.train_labels) + len(data.test_labels) == 2 and data.class_names == ("nonporous", "porous") and "SYNTHETIC" not in data.source
+    assert list((tmp_path/"cache").rglob("Thinwall-*.pt"))
+    assert data.train_images.max()*datasets.KELVINS + melt_pools.MELTING > melt_pools.MELTING
+
+
+@pytest.mark.parametrize("table,sentence", [("frame,porous\n{0},0\n", "without a row"), ("frame,porous\n{0},maybe\n{1},1\n", "must have a column with porous or not"),
+                                            ("name,porous\na,0\nb,1\n", "must have a column with the frames' names"), ("frame,porous\n{0},0\n{1},1\nt9_x0_y0_z0_layer3,1\n", "without a file")])
+def test_thinwall_tables_that_cannot_be_read(tmp_path, table, sentence):
+    with pytest.raises(ValueError, match=sentence) as error: melt_pools.read_thinwall(write_wall(tmp_path/"Thinwall", table))
+    assert "\n" not in str(error.value)
+
+
+def test_synthetic_frames_say_so_everywhere():
+    for name in ("synthetic_melt_pool", "synthetic_melt_pool_small"):
+        data = load_dataset(name)
+        assert data.source.startswith("SYNTHETIC") and data.name == name and "SYNTHETIC" in where(name)
+        assert len(data.train_labels) == 1173 and len(data.test_labels) == 391
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100", "thinwall"])
+def test_missing_data_is_one_sentence(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("DP_COMPANION_DATA", str(tmp_path/"none"))
+    for place in ("torchvision.datasets.utils.download_url", "torchvision.datasets.mnist.download_and_extract_archive"):
+        monkeypatch.setattr(place, lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
+    with pytest.raises(FileNotFoundError, match="must be (in|at)") as error: load_dataset(name)
+    assert "\n" not in str(error.value) and where(name).startswith("not at hand")
+
+
+def real(name):
+    "The real data, or a skip that says what is missing."
+    if not where(name).startswith("at hand"): pytest.skip(f"{name} is {where(name)}")
+    return load_dataset(name)
+
+
+@pytest.mark.data
+def test_real_mnist_and_its_thinned_form():
+    data, rare = real("mnist"), real("unbalanced_mnist")
+    assert data.train_images.shape == (60000, 1, 28, 28) and data.train_images.mean().abs() < 1e-3
+    assert (rare.test_labels == data.test_labels).all() and .008 < (rare.train_labels == 8).double().mean() < .012
+    assert [int((data.test_labels == m).sum()) for m in (2, 8)] == [1032, 974] # what the published group accuracies are shares of
+
+
+@pytest.mark.data
+def test_real_cifar10():
+    data = real("cifar10")
+    assert data.train_images.shape == (50000, 3, 32, 32) and data.test_labels.bincount().tolist() == [1000]*10
+    assert data.class_names == ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+# Models
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("size,channels,classes", [(8, 1, 10), (24, 1, 2), (28, 1, 10), (32, 3, 100)])
+def test_models_take_every_size_and_hold_no_state_of_their_inputs(name, size, channels, classes):
+    model = build_model(name, seed=0, image_size=size, channels=channels, classes=classes)
+    images = torch.randn(4, channels, size, size)
+    whole, alone = model(images), torch.cat([model(image[None]) for image in images])
+    assert whole.shape == (4, classes) and not list(model.buffers())
+    torch.testing.assert_close(whole, alone, rtol=1e-4, atol=1e-5) # no sample sees another
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_three_engines_agree_on_every_model(name):
+    def grads(engine):
+        model = build_model(name, seed=0, image_size=24, channels=2, classes=3).double()
+        draw = torch.Generator().manual_seed(1)
+        images, labels = torch.randn(6, 2, 24, 24, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw)
+        step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=clip_rule("global_adapt_v2", max_grad_norm=1., strict_max_grad_norm=3.),
+                           expected_batch_size=6, engine=engine)
+        step(cross_entropy, images, labels, noise_multiplier=0.)
+        return torch.cat([p.grad.flatten() for p in step.model.parameters()])
+    book = grads("book")
+    for engine in ("ghost", "hooks"): torch.testing.assert_close(grads(engine), book, rtol=1e-9, atol=1e-11)
+
+
+def test_nf_net_without_timm_or_weights_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"timm must be installed for the NF-Nets.*dp-companion\[vision\]"): build_model("nf_net_f0", seed=0)
+
+
+def test_nf_net_with_timm(tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm", reason="timm is not installed (the extra `vision`)")
+    from safetensors.torch import save_file
+    monkeypatch.setenv("DP_COMPANION_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="pre-trained weights must be at"): build_model("nf_net_f0", seed=0)
+    reference, path = timm.create_model("dm_nfnet_f0", num_classes=3), models.weights_file("nf_net_f0")
+    path.parent.mkdir(); save_file(reference.state_dict(), path)
+    model = build_model("nf_net_f0", seed=0, classes=5)
+    assert torch.equal(model[1].stem.conv1.weight, reference.stem.conv1.weight)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["1.head.fc.weight", "1.head.fc.bias"]
+
+
+# Optimizers and learning rates
+
+@pytest.mark.parametrize("name", LR_SCHEDULERS)
+@properties
+@given(st.integers(1, 300), st.floats(1e-6, 10))
+def test_rates_stay_finite_positive_and_scale_with_the_initial_one(name, steps, learning_rate):
+    def rates(initial):
+        optimizer = build_optimizer("sgd", [torch.nn.Parameter(torch.zeros(1))], learning_rate=initial)
+        scheduler, used = build_lr_scheduler(name, optimizer, learning_rate=initial, steps=steps), []
+        for t in range(steps):
+            used.append(optimizer.param_groups[0]["lr"]); optimizer.step(); scheduler.step(); observe(scheduler, public_loss=1.)
+        return np.array(used)
+    used = rates(learning_rate)
+    assert np.isfinite(used).all() and (used > 0).all() and used.max() <= 25*learning_rate*(1 + 1e-9)
+    np.testing.assert_allclose(used, rates(1.)*learning_rate, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_takes_private_steps(name):
+    data, model = load_dataset("digits"), build_model("unbalanced_mnist_cnn", seed=0, image_size=8)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    optimizer = build_optimizer(name, model.parameters(), learning_rate=1e-3, weight_decay=1e-3)
+    step = PrivateStep(model, optimizer, clip_rule=clip_rule("flat", max_grad_norm=1.), expected_batch_size=64, generator=torch.Generator().manual_seed(0))
+    for k in range(3): step(cross_entropy, data.train_images[64*k:64*k + 64], data.train_labels[64*k:64*k + 64], noise_multiplier=1.)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert after.isfinite().all() and not torch.equal(before, after)
+
+
+def test_only_the_plateau_hears_the_public_loss():
+    for name in LR_SCHEDULERS:
+        optimizers = [build_optimizer("sgd", [torch.nn.Parameter(torch.zeros(1))], learning_rate=1.) for _ in range(2)]
+        schedulers = [build_lr_scheduler(name, o, learning_rate=1., steps=50) for o in optimizers]
+        for t in range(50):
+            for o, s, loss in zip(optimizers, schedulers, (1/(t + 1), 1.)): o.step(); s.step(); observe(s, public_loss=loss)
+        same = optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+        assert same == (name != "plateau")
