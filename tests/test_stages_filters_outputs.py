@@ -15,8 +15,8 @@ from dp_companion.budgets.certified import calibrate, certify
 from dp_companion.budgets.events import MechanismEvent, gaussian_events, per_step_multipliers
 from dp_companion.budgets.filters import RenyiFilter, RenyiOdometer, order_offsets, planned_orders, same_batch
 from dp_companion.budgets.outputs import MECHANISMS, count_error, gaussian_delta, gaussian_std, laplace_delta, laplace_scale
-from dp_companion.budgets.rdp import ORDERS, rdp_of_events, rdp_sampled_gaussian, rdp_to_epsilon
-from dp_companion.budgets.schedules import Constant, LinearDecay, PoissonPlan
+from dp_companion.budgets.rdp import ORDERS, rdp_of_events, rdp_to_epsilon
+from dp_companion.budgets.schedules import Constant, PoissonPlan
 from dp_companion.budgets.stages import Stages, calibrated, exact_stage_lengths, sad_methods, schedule_shape, stage_lengths
 
 properties = settings(derandomize=True, max_examples=60, deadline=None)
