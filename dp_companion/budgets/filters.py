@@ -7,7 +7,6 @@ __all__ = ['FALLBACK_ORDERS', 'planned_orders', 'order_offsets', 'same_batch', '
 
 # %% ../../nbs/budgets/filters.ipynb #8d29b1b3
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
 

@@ -1,0 +1,435 @@
+"An Opacus training loop with three changed lines, and what the engine reports of it."
+import difflib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_companion import PrivacyEngine
+from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
+from dp_companion.budgets.certified import certify
+from dp_companion.budgets.events import gaussian_events, per_step_multipliers
+from dp_companion.budgets.schedules import Constant, LinearDecay, PoissonPlan, StepDecay
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# The loop of Opacus's MNIST tutorial (examples/mnist.py): its network, its train function, its make_private. Only the data are smaller.
+TUTORIAL = '''
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.optim as optim
+from opacus import PrivacyEngine
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class SampleConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 8, 2, padding=3)
+        self.conv2 = nn.Conv2d(16, 32, 4, 2)
+        self.fc1 = nn.Linear(32 * 4 * 4, 32)
+        self.fc2 = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))  # -> [B, 16, 14, 14]
+        x = F.max_pool2d(x, 2, 1)  # -> [B, 16, 13, 13]
+        x = F.relu(self.conv2(x))  # -> [B, 32, 5, 5]
+        x = F.max_pool2d(x, 2, 1)  # -> [B, 32, 4, 4]
+        x = x.view(-1, 32 * 4 * 4)  # -> [B, 512]
+        x = F.relu(self.fc1(x))  # -> [B, 32]
+        x = self.fc2(x)  # -> [B, 10]
+        return x
+
+
+def train(model, device, train_loader, optimizer, privacy_engine, epoch):
+    model.train()
+    criterion = nn.CrossEntropyLoss()
+    losses = []
+    for _batch_idx, (data, target) in enumerate(train_loader):
+        data, target = data.to(device), target.to(device)
+        optimizer.zero_grad()
+        output = model(data)
+        loss = criterion(output, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    epsilon = privacy_engine.get_epsilon(delta=1e-5)
+    return np.mean(losses), epsilon
+
+
+def main(dataset, epochs=2):
+    torch.manual_seed(0)
+    model = SampleConvNet()
+    train_loader = DataLoader(dataset, batch_size=16)
+    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0)
+    privacy_engine = PrivacyEngine()
+    model, optimizer, train_loader = privacy_engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=train_loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    found = [train(model, "cpu", train_loader, optimizer, privacy_engine, epoch) for epoch in range(epochs)]
+    return privacy_engine.get_epsilon(1e-5), found, model, optimizer
+'''
+
+CHANGED = TUTORIAL.replace("from opacus import PrivacyEngine", "from dp_companion import PrivacyEngine") \
+    .replace("        max_grad_norm=1.0,\n", "        max_grad_norm=1.0, clip_rule=\"auto_s\",\n") \
+    .replace("return privacy_engine.get_epsilon(1e-5), found", "return privacy_engine.budget(1e-5), found")
+
+
+def seeded(seed=3): return torch.Generator().manual_seed(seed)
+
+
+def mnist_like(n=80):
+    "Images of MNIST's size whose class can be seen: a bright row of its own."
+    labels = torch.arange(n)%10
+    images = .1*torch.randn(n, 1, 28, 28, generator=seeded())
+    for image, label in zip(images, labels): image[0, 2*label:2*label+4] += 1
+    return TensorDataset(images, labels)
+
+
+def run(source, **options):
+    names = {}
+    exec(source, names)
+    return names["main"](mnist_like(), **options)
+
+
+def test_the_tutorial_runs_unchanged_but_for_three_lines():
+    lines = [line for line in difflib.unified_diff(TUTORIAL.splitlines(), CHANGED.splitlines(), n=0) if line[0] == "+" and line[:3] != "+++"]
+    assert len(lines) == 3
+    report, found, model, optimizer = run(CHANGED)
+    assert len(found) == 2 and found[1][1] > found[0][1] > 0 and all(math.isfinite(loss) for loss, _ in found)
+    assert [(e.noise_multiplier, e.sample_rate, e.steps) for e in report.events] == [(1., .2, 10)]
+    assert report.certified == certify(report.events, delta=1e-5) and report.epsilon == pytest.approx(found[1][1], abs=1e-12)
+    assert json.loads(json.dumps(report.to_dict()))["neighbouring_relation"] == "add_or_remove_one"
+    assert optimizer.clip_rule == AutoS(max_grad_norm=1.)
+    plain = {}
+    exec(TUTORIAL, plain)
+    plain["SampleConvNet"]().load_state_dict(model.state_dict())  # the weights are an ordinary model's
+
+
+def test_one_changed_line_is_enough():
+    epsilon, found, _, optimizer = run(CHANGED.replace(', clip_rule="auto_s"', "").replace("budget(1e-5)", "get_epsilon(1e-5)"))
+    theirs, *_ = run(TUTORIAL)
+    assert optimizer.clip_rule == Flat(max_grad_norm=1.) and epsilon == found[-1][1]
+    assert epsilon == pytest.approx(theirs, rel=.02)  # PRV and PLD, the same rate and steps
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5), nn.ReLU(), nn.Linear(5, 3)).to(dtype)
+
+
+def data(n=40): return TensorDataset(torch.randn(n, 1, 8, 8, generator=seeded(), dtype=torch.float64), torch.arange(n)%3)
+
+
+def private(privacy=None, method="make_private", batch_size=8, dataset=None, model=None, secure_mode=False, **options):
+    "An engine, and what `make_private` gives for a small network."
+    model, privacy = model or network(), privacy or PrivacyEngine(secure_mode=secure_mode)
+    defaults = dict(max_grad_norm=.5)
+    if method == "make_private" and "noise_schedule" not in options: defaults["noise_multiplier"] = 1.
+    torch.manual_seed(1)
+    found = getattr(privacy, method)(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1),
+        data_loader=DataLoader(dataset or data(), batch_size=batch_size), **{**defaults, **options})
+    return privacy, *found
+
+
+def train(model, optimizer, loader, criterion=nn.CrossEntropyLoss(), groups=None):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step(**({} if groups is None else {"groups": groups(y)}))
+
+
+def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("rule", [Flat(max_grad_norm=.5), AutoS(max_grad_norm=.5), GlobalAdaptV2(max_grad_norm=.5), GlobalAdapt(max_grad_norm=.5)], ids=lambda r: r.name)
+def test_engines_agree(rule):
+    ends, ledgers = {}, {}
+    for name, words in {"book": dict(engine="book"), "hooks": dict(engine="hooks"), "ghost": dict(grad_sample_mode="ghost")}.items():
+        privacy, model, optimizer, *criterion, loader = private(clip_rule=rule, **words)
+        for _ in range(2): train(model, optimizer, loader, *criterion)
+        ends[name], ledgers[name] = weights(model), privacy.accountant.events
+    for name in ("hooks", "ghost"):
+        torch.testing.assert_close(ends[name], ends["book"], rtol=1e-9, atol=1e-12)
+        assert ledgers[name] == ledgers["book"]
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_a_sample_that_is_not_finite_is_left_out(engine):
+    broken = data()
+    broken.tensors[0][::3] = math.nan
+    _, model, optimizer, *criterion, loader = private(dataset=broken, engine=engine)
+    train(model, optimizer, loader, *criterion)
+    assert torch.isfinite(weights(model)).all() and optimizer.report.nonprivate_not_finite > 0
+
+
+def test_groups_reach_a_rule_that_needs_them():
+    privacy, model, optimizer, loader = private(clip_rule=GroupAdaptive(num_groups=3, max_grad_norm=.5))
+    train(model, optimizer, loader, groups=lambda y: y)
+    assert len(privacy.accountant) == 5 and privacy.accountant.events[0].query == "gradient and clipped and unclipped per group"
+    with pytest.raises(ValueError, match="groups must be given to optimizer.step"): train(model, optimizer, loader)
+    assert len(privacy.accountant) == 5  # and nothing was spent
+
+
+SCHEDULES = [Constant(initial=2.), StepDecay(initial=2., decay_rate=.5, drop_every=2), LinearDecay(initial=2., decay_rate=.9, unit="step")]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.kind}-{s.unit}")
+@pytest.mark.parametrize("batch_size", [8, 7, 13])
+def test_the_budget_is_that_of_the_applied_steps(schedule, batch_size):
+    epochs, rule, applied = 3, GlobalAdapt(max_grad_norm=.5, count_noise=4.), []
+    privacy, model, optimizer, loader = private(noise_schedule=schedule, clip_rule=rule, batch_size=batch_size)
+    step = optimizer.private_step.draw_noise
+
+    def draw_noise():
+        if not optimizer.private_step.has_noise:
+            applied.append(optimizer.private_step.step_multiplier)
+            assert len(privacy.accountant) == len(applied)  # accounted before it is drawn
+        step()
+
+    optimizer.private_step.draw_noise = draw_noise
+    plan = PoissonPlan(dataset_size=40, expected_batch_size=batch_size, epochs=epochs)
+    for _ in range(epochs):
+        for x, y in loader:
+            if len(applied) == plan.steps: break
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+    assert applied == plan.per_step(schedule).tolist()
+    events = rule.joint_events(gaussian_events(schedule, plan))
+    report = privacy.budget(1e-4)
+    assert report.events == events and report.certified == certify(events, delta=1e-4)
+    assert per_step_multipliers(report.events).max() < 2.  # counts are paid for
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("rule", [None, GlobalAdapt(max_grad_norm=.5, count_noise=4.)], ids=["flat", "counting"])
+def test_a_target_is_met_and_never_passed(accountant, rule):
+    privacy, model, optimizer, loader = private(PrivacyEngine(accountant=accountant), "make_private_with_epsilon", target_epsilon=4., target_delta=1e-4,
+        epochs=3, clip_rule=rule, batch_size=7, noise_schedule=SCHEDULES[1])
+    for _ in range(3): train(model, optimizer, loader)
+    assert len(privacy.accountant) == 3*40//7
+    assert 4*.998 < privacy.get_epsilon(1e-4) <= 4. and privacy.budget().epsilon <= 4.
+    with pytest.raises(ValueError, match="training must stop after the 17 steps that target_epsilon pays for"): train(model, optimizer, loader)
+    with pytest.raises(ValueError, match="must be asked of a fresh PrivacyEngine, got one with 17 steps"):
+        private(privacy, "make_private_with_epsilon", target_epsilon=4., target_delta=1e-4, epochs=3)
+
+
+class Reshapes(nn.Module):
+    "A module that does not take an empty batch by itself."
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 3).double()
+
+    def forward(self, x): return self.head(x.view(len(x), -1))
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_an_empty_batch_is_a_step_with_noise(engine):
+    privacy, model, optimizer, *criterion, loader = private(model=Reshapes(), batch_size=1, engine=engine)
+    empty = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        (criterion[0] if criterion else nn.CrossEntropyLoss())(model(x), y).backward()
+        before = weights(model)
+        optimizer.step()
+        empty += len(x) == 0
+        moved = weights(model)-before
+        assert torch.isfinite(moved).all() and (moved != 0).all()
+        if len(x) == 0: assert optimizer.report.nonprivate_batch_size == 0 and .5 < moved.std()/(.1*.5) < 2
+    assert empty > 5 and len(privacy.accountant) == 40
+
+
+def test_the_divisor_is_public():
+    for n in (40, 41):  # one record more
+        _, model, optimizer, loader = private(dataset=data(n), expected_batch_size=8)
+        train(model, optimizer, loader)
+        assert optimizer.report.noise_std == 1.*.5/8
+
+
+def test_learning_rate_schedulers_and_closures_work():
+    _, model, optimizer, loader = private()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=.1, total_steps=5)
+    rates = []
+    for x, y in loader:
+        def closure():
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step(closure)
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert len(set(rates)) > 3 and rates[-1] == optimizer.original_optimizer.param_groups[0]["lr"]
+
+
+def test_evaluation_is_the_plain_module():
+    _, model, optimizer, loader = private()
+    x = data().tensors[0]
+    model.eval()
+    assert torch.equal(model(x), model._module(x)) and optimizer.tape.batch_size is None
+    model.train()
+    with torch.no_grad(): model(x)
+    assert optimizer.tape.batch_size is None
+
+
+BAD = {
+    "poisson_sampling must be True, got poisson_sampling=False: the accountant certifies Poisson batches": dict(poisson_sampling=False),
+    "noise_multiplier must be finite and > 0": dict(noise_multiplier=math.nan),
+    "max_grad_norm must be": dict(max_grad_norm=[1., 1.]),
+    "batch_first must be True": dict(batch_first=False),
+    "engine must be one of": dict(engine="fast"),
+    "loss_reduction must be one of": dict(loss_reduction="median"),
+    "loss_reduction must be the criterion's": dict(criterion=nn.CrossEntropyLoss(reduction="sum")),
+    "clip_rule must be a ClipRule or the name of one": dict(clip_rule=3),
+    "max_grad_norm must be left out or equal clip_rule's 2": dict(clip_rule=AutoS(max_grad_norm=2.)),
+    "must be a whole number": dict(expected_batch_size=2.5),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_one_sentence(message):
+    with pytest.raises(ValueError) as error: private(**BAD[message])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_bad_input():
+    with pytest.raises(ValueError, match="batch normalisation"): private(model=nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 3)).double())
+    with pytest.raises(TypeError, match="no argument 'noise'"): private(noise=1.)
+    model = network()
+    with pytest.raises(ValueError, match="optimizer must hold the trainable parameters of module and no others, got 6 that it misses"):
+        PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model[-1].parameters(), lr=.1), data_loader=DataLoader(data(), batch_size=4), noise_multiplier=1.)
+    with pytest.raises(ValueError, match="delta must be given"): PrivacyEngine().budget()
+    with pytest.raises(ValueError, match="accountant must be one of pld, rdp"): PrivacyEngine(accountant="gdp")
+
+
+def test_a_changed_buffer_is_refused_at_the_forward_pass():
+    norm = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 3)).double()
+    _, model, _, loader = private(model=norm)
+    with pytest.raises(ValueError, match="no buffer may change"): model(next(iter(loader))[0])
+
+
+def test_secure_by_default_and_seeded_on_request():
+    def end(**options):
+        privacy, model, optimizer, loader = private(**options)
+        train(model, optimizer, loader)
+        return privacy.noise_source, weights(model)
+    assert end(privacy=PrivacyEngine())[0] == "secure" and end(privacy=PrivacyEngine(), noise_generator=seeded())[0] == "seeded"
+    kernels = {"0": "matrices"}
+    assert torch.equal(end(kernels=kernels)[1], end(kernels=kernels)[1])  # torch.manual_seed decides
+    assert not torch.equal(end(secure_mode=None)[1], end(secure_mode=None)[1])
+
+
+RESUMED = '''
+import sys, time, torch
+from pathlib import Path
+from torch import nn
+sys.path.insert(0, "{tests}")
+from test_privacy_engine import *
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Dropout(.2), *network())
+privacy, model, optimizer, loader = private(model=model, noise_schedule=SCHEDULES[2], clip_rule=GlobalAdapt(max_grad_norm=.5), kernels={{"1": "matrices"}})
+path = Path("checkpoint.pt")
+if path.exists(): privacy.load_checkpoint(path=path, module=model, optimizer=optimizer)
+for epoch in range(optimizer.epoch, 12):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+        privacy.save_checkpoint(path=path, module=model, optimizer=optimizer, checkpoint_dict={{"epoch": epoch}})
+        time.sleep(.02)
+report = privacy.budget(1e-4).to_dict()
+Path("record.json").write_text(json.dumps([report, weights(model).tolist(), optimizer.clip_rule.strict_max_grad_norm]))
+'''
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_the_same_record(tmp_path):
+    def start(folder):
+        folder.mkdir(exist_ok=True)
+        return subprocess.Popen([sys.executable, "-W", "ignore", "-c", RESUMED.format(tests=os.path.dirname(__file__))], cwd=folder)
+    assert start(tmp_path/"whole").wait() == 0
+    killed = tmp_path/"killed"
+    for wait in (.01, .3):
+        process, deadline = start(killed), time.time()+120
+        seen = (killed/"checkpoint.pt").stat().st_mtime_ns if (killed/"checkpoint.pt").exists() else 0
+        while process.poll() is None and time.time() < deadline and not ((killed/"checkpoint.pt").exists() and (killed/"checkpoint.pt").stat().st_mtime_ns != seen): time.sleep(.005)
+        time.sleep(wait)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (killed/"record.json").exists()
+    assert start(killed).wait() == 0
+    assert (killed/"record.json").read_bytes() == (tmp_path/"whole"/"record.json").read_bytes()
+
+
+def test_checkpoints_do_not_go_back_or_elsewhere(tmp_path):
+    path = tmp_path/"checkpoint.pt"
+    privacy, model, optimizer, loader = private()
+    train(model, optimizer, loader)
+    privacy.save_checkpoint(path=path, module=model, optimizer=optimizer, checkpoint_dict={"note": "kept"})
+    with pytest.raises(ValueError, match="load_checkpoint must come before the first step, got 5 steps"): privacy.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    other, *objects = private(noise_multiplier=2.)
+    with pytest.raises(ValueError, match="noise_schedule must be the checkpoint's"): other.load_checkpoint(path=path, module=objects[0], optimizer=objects[1])
+    fresh, *objects = private()
+    assert fresh.load_checkpoint(path=path, module=objects[0], optimizer=objects[1])["note"] == "kept"
+    assert torch.equal(weights(objects[0]), weights(model)) and fresh.budget(1e-4) == privacy.budget(1e-4)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="checkpoint must be whole"): private()[0].load_checkpoint(path=path, module=model, optimizer=optimizer)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_workers_bring_the_same_batches():
+    batches = []
+    for workers in (0, 2):
+        torch.manual_seed(1)
+        model = network()
+        _, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1),
+            data_loader=DataLoader(data(), batch_size=8, num_workers=workers), noise_multiplier=1., max_grad_norm=1.)
+        batches.append([x for x, _ in loader])
+    for a, b in zip(*batches): assert torch.equal(a, b)
+
+
+def share(rank, world, port, out):
+    "One of the processes of the test below."
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    model = DistributedDataParallel(network())
+    torch.manual_seed(rank)
+    privacy, module, optimizer, loader = private(model=model, batch_size=4)
+    sizes = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(module(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+    torch.save((weights(model), sizes, len(privacy.accountant)), f"{out}.{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_stay_together(tmp_path):
+    import socket
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(share, args=(2, port, str(tmp_path/"out")), nprocs=2)
+    (w0, n0, t0), (w1, n1, t1) = (torch.load(f"{tmp_path/'out'}.{rank}", weights_only=True) for rank in (0, 1))
+    assert torch.equal(w0, w1) and t0 == t1 == 10 and len(n0) == len(n1) == 10
+    assert .5 < (sum(n0)+sum(n1))/40 < 1.7
