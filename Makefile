@@ -9,7 +9,7 @@ BIN     := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install reproduce test bench readme clean
+.PHONY: help install reproduce test bench readme pages clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -20,7 +20,7 @@ $(VENV)/installed: settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else f"Python must be >= 3.10, got {sys.version.split()[0]}; say which with PYTHON=...")'
 	@echo "Installing into $(VENV) (the first time this downloads PyTorch, a few GB) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@
 
 reproduce: install
@@ -40,3 +40,10 @@ clean:
 
 readme: install
 	@$(BIN)/python -c 'from pathlib import Path; from dp_companion.workbench.notebooks import readme_text; Path("README.md").write_text(readme_text("nbs/index.ipynb"), encoding="utf-8")'
+
+# For whoever changes a notebook or a module: execute the stale pages, put their outputs into nbs/, and the README and the package in step
+pages: install
+	@$(BIN)/nbdev_export
+	@$(BIN)/python -c 'from dp_companion.workbench.notebooks import refresh_pages; refresh_pages()'
+	@$(BIN)/nbdev_clean
+	@$(MAKE) --no-print-directory readme

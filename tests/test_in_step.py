@@ -63,3 +63,10 @@ def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
     for name, text in notebooks(root/"nbs").items():
         assert '"output_type": "error"' not in text, name
         assert str(root) not in text and str(root.parent) + "/" not in text, name
+
+
+def test_committed_outputs_belong_to_the_code(root):
+    from dp_companion.workbench.notebooks import committed_keys, execution_key, is_experiment, source_notebooks
+    current = {str(p.relative_to(root/"nbs")): execution_key(p, {}) for p in source_notebooks(root/"nbs") if not is_experiment(p)}
+    committed = committed_keys(root/"nbs")
+    assert sorted(name for name in {*current, *committed} if current.get(name) != committed.get(name)) == [], "run `make pages` and commit nbs/ and results/"
