@@ -105,7 +105,7 @@ def execution_key(
     text = json.dumps([cells, parameters], sort_keys=True).encode() + b"".join(p.read_bytes() for p in reached)
     return hashlib.sha256(text).hexdigest()
 
-# %% ../../nbs/workbench/notebooks.ipynb #25117d5a
+# %% ../../nbs/workbench/notebooks.ipynb #e2e7e007
 def execute(
     notebook:Path, # The source
     target:Path, # Where the executed notebook goes
@@ -121,8 +121,7 @@ def execute(
     key = execution_key(notebook, parameters)
     if not fresh and target.exists() and json.loads(target.read_text(encoding="utf-8"))["metadata"].get("dp_companion_key") == key: return False
     if not fresh and key in (committed or {}).values(): return write_page(target, json.loads(Path(notebook).read_text(encoding="utf-8")), key) and False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         draft = Path(scratch)/target.name
         try: papermill.execute_notebook(str(notebook), str(draft), parameters=parameters, kernel_name="python3", progress_bar=False)
         except papermill.PapermillExecutionError as error:

@@ -45,7 +45,7 @@ def _only_imports(source): # Whether a cell says nothing but where names come fr
 
 def _keep_exported(cell): # Code that is exported stays on the page, with a tag for its looks
     exported = [word for word in ("export", "exports") if cell.directives_.pop(word, None) is not None]
-    if "nbdev_export()" in cell.source or (exported and _only_imports(cell.source)): cell.directives_["hide"] = []
+    if "nbdev_export" "()" in cell.source or (exported and _only_imports(cell.source)): cell.directives_["hide"] = []
     elif exported: cell.metadata["tags"] = [*cell.metadata.get("tags", []), "exported"]
 
 def process_notebook(
