@@ -56,7 +56,7 @@ def _flat(content, prefix=""):
         if isinstance(value, (dict, list)) and value: yield from _flat(value, path + ".")
         else: yield path, value
 
-# %% ../nbs/cli.ipynb #917b4746
+# %% ../nbs/cli.ipynb #8f0c911d
 @app.command()
 def reproduce(
     profile:ProfileFlag="digits", runs:RunsFlag=Path("runs"), source:Annotated[Path, typer.Option(help="The project's notebooks.")]=Path("nbs"),
@@ -66,15 +66,17 @@ def reproduce(
 
     Executes every notebook, trains what has no record yet, builds the site and prints the headline table. Run it at the top of a checkout; stop and start it as you like.
     """
-    from dp_companion.workbench.notebooks import execute_all
-    from dp_companion.workbench.grid import PROFILES
+    from dp_companion.workbench.notebooks import execute_all, listed_records
+    from dp_companion.workbench.records import read_record
     from dp_companion.workbench.site import build_site
     from dp_companion.workbench.tables import headline
     executed = runs/"notebooks"/profile.value
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers)
     page = build_site(executed, out)/"index.html"
-    typer.echo(f"\nPaper global_adapt_v2, Table 13 at ε = 1, {PROFILES[profile.value].dataset}:\n")
-    typer.echo(headline(runs, dataset=PROFILES[profile.value].dataset).to_string(index=False))
+    made = json.loads((executed/"experiments/global_adapt_v2/utility.ipynb").read_text(encoding="utf-8"))
+    records = [read_record(runs/name/"record.json") for name in listed_records(made)]
+    typer.echo(f"\nPaper global_adapt_v2, Table 13 at ε = 1, {records[0].spec.dataset}:\n")
+    typer.echo(headline(records).to_string(index=False))
     typer.echo(f"\nThe whole story: {page.resolve()}")
 
 # %% ../nbs/cli.ipynb #9240cc86
@@ -161,17 +163,20 @@ def run(
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
-# %% ../nbs/cli.ipynb #35e9f607
+# %% ../nbs/cli.ipynb #0daf84e8
 @app.command()
 def tables(
-    item:Annotated[str, typer.Argument(help="A table of paper global_adapt_v2.")]="Table 13", runs:RunsFlag=Path("runs"), as_json:JsonFlag=False,
+    item:Annotated[str, typer.Argument(help="A table of paper global_adapt_v2: Table 4, 12, 13.")]="Table 13", runs:RunsFlag=Path("runs"), profile:ProfileFlag="digits", as_json:JsonFlag=False,
 ):
     """A paper's table beside our runs.
 
-    Each row holds the printed accuracy, ours with its spread over seeds, and the claimed, certified and empirical ε.
+    Each row holds the printed accuracy, ours with its spread over seeds, and the claimed, certified and empirical ε. Runs of other sizes than the profile's are left out.
     """
+    from dp_companion.published import load
+    from dp_companion.workbench.grid import of_profile, profile_named
     from dp_companion.workbench.tables import beside_published, for_print, read_records, summarise
-    table = beside_published(summarise(read_records(runs)), item=item)
+    methods = set(load().query("item == @item")["method"])
+    table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if not methods or r.spec.method in methods]), item=item)
     typer.echo(table.to_json(orient="records", force_ascii=False) if as_json else for_print(table).to_string(index=False))
 
 # %% ../nbs/cli.ipynb #a03362aa

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SAW', 'declared_parameters', 'check_parameters', 'saw', 'check_saw', 'package_folder', 'imported_files',
-           'reached_files', 'execution_key', 'execute', 'write_page', 'is_experiment', 'source_notebooks',
-           'execute_all', 'committed_keys', 'refresh_pages', 'with_outputs', 'execute_watched', 'readme_text']
+           'reached_files', 'is_experiment', 'reference_folder', 'execution_key', 'execute', 'listed_records',
+           'record_sums', 'write_page', 'is_current', 'source_notebooks', 'execute_all', 'committed_keys',
+           'refresh_pages', 'with_outputs', 'execute_watched', 'readme_text']
 
-# %% ../../nbs/workbench/notebooks.ipynb #ac44513c
+# %% ../../nbs/workbench/notebooks.ipynb #97b86387
 import ast
 import hashlib
 import json
@@ -16,7 +17,7 @@ import re
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from .records import write_json
+from .records import LISTED, write_json
 
 # %% ../../nbs/workbench/notebooks.ipynb #7afe5bde
 def declared_parameters(
@@ -94,7 +95,21 @@ def reached_files(
         new = {q for p in new if p.suffix == ".py" for q in imported_files(p.read_text(encoding="utf-8"), folder, ".".join(p.relative_to(folder).parts[:-1]))} - reached
     return sorted(reached)
 
-# %% ../../nbs/workbench/notebooks.ipynb #1882db56
+# %% ../../nbs/workbench/notebooks.ipynb #3432f0d6
+def is_experiment(
+    notebook:Path, # A path under `nbs/`
+)->bool: # Whether it trains
+    "Whether `notebook` lies under `experiments`."
+    return "experiments" in Path(notebook).parts
+
+# %% ../../nbs/workbench/notebooks.ipynb #8fe3a890
+def reference_folder(
+    notebook:Path, # An experiment
+)->Path: # results/, beside nbs/
+    "Where the reference records are that an experiment shows beside its own."
+    return next(p for p in Path(notebook).resolve().parents if p.name == "experiments").parent.parent/"results"
+
+# %% ../../nbs/workbench/notebooks.ipynb #1126b859
 def execution_key(
     notebook:Path, # The source
     parameters:dict, # What is passed to it
@@ -102,50 +117,70 @@ def execution_key(
     "Hash of all that decides the output of a page."
     cells = [["".join(c["source"]), c["cell_type"]] for c in json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]]
     reached = reached_files("\n".join(source for source, kind in cells if kind == "code"), package_folder())
-    text = json.dumps([cells, parameters], sort_keys=True).encode() + b"".join(p.read_bytes() for p in reached)
+    reference = sorted(reference_folder(notebook).glob("*/*/record.json")) if is_experiment(notebook) else []
+    text = json.dumps([cells, parameters], sort_keys=True).encode() + b"".join(p.read_bytes() for p in reached + reference)
     return hashlib.sha256(text).hexdigest()
 
-# %% ../../nbs/workbench/notebooks.ipynb #e2e7e007
+# %% ../../nbs/workbench/notebooks.ipynb #1b819dd2
 def execute(
     notebook:Path, # The source
     target:Path, # Where the executed notebook goes
     parameters:dict|None=None, # Names and plain values
     *,
-    fresh:bool=False, # Execute again even where nothing changed
     committed:dict|None=None, # Keys with which outputs were committed, by path below nbs/
 )->bool: # Whether it had to be executed
-    "Execute one notebook by papermill, checked before and after, written whole."
-    import papermill
+    "Execute one notebook by papermill where it is not current, checked before and after, written whole."
     parameters = parameters or {}
     check_parameters(notebook, parameters)
-    key = execution_key(notebook, parameters)
-    if not fresh and target.exists() and json.loads(target.read_text(encoding="utf-8"))["metadata"].get("dp_companion_key") == key: return False
-    if not fresh and key in (committed or {}).values(): return write_page(target, json.loads(Path(notebook).read_text(encoding="utf-8")), key) and False
+    key, runs = execution_key(notebook, parameters), Path(parameters.get("runs", "runs"))
+    if is_current(target, key, runs): return False
+    if key in (committed or {}).values(): return write_page(target, json.loads(Path(notebook).read_text(encoding="utf-8")), key, runs) and False
+    import papermill
     with tempfile.TemporaryDirectory() as scratch:
         draft = Path(scratch)/target.name
         try: papermill.execute_notebook(str(notebook), str(draft), parameters=parameters, kernel_name="python3", progress_bar=False)
         except papermill.PapermillExecutionError as error:
             raise RuntimeError(f"notebook must run to its end, got {error.ename}: {error.evalue} in {notebook}") from None
         check_saw(draft, parameters)
-        return write_page(target, json.loads(draft.read_text(encoding="utf-8")), key)
+        return write_page(target, json.loads(draft.read_text(encoding="utf-8")), key, runs)
 
-# %% ../../nbs/workbench/notebooks.ipynb #b2879681
+# %% ../../nbs/workbench/notebooks.ipynb #1455bc35
+def listed_records(
+    content:dict, # An executed notebook
+)->list: # Names of runs, sorted
+    "The runs that a page was made from, as it says itself."
+    return sorted({name for cell in content["cells"] for o in cell.get("outputs", []) for name in o.get("data", {}).get(LISTED, [])})
+
+def record_sums(
+    names:list, # Of runs
+    runs:Path, # Their folder
+)->dict: # Name to SHA-256 of its record, None where it is gone
+    "What the records of a page hold now."
+    paths = {name: Path(runs)/name/"record.json" for name in names}
+    return {name: hashlib.sha256(p.read_bytes()).hexdigest() if p.exists() else None for name, p in paths.items()}
+
+# %% ../../nbs/workbench/notebooks.ipynb #47c82021
 def write_page(
     target:Path, # Where it goes
     content:dict, # An executed notebook
     key:str, # With which its outputs were made
+    runs:Path=Path("runs"), # Folder of the runs that it lists
 )->bool: # True
-    "Write an executed notebook whole, with its key."
-    content["metadata"]["dp_companion_key"] = key
+    "Write an executed notebook whole, with its key and the sums of its records."
+    content["metadata"] |= {"dp_companion_key": key, "dp_companion_records": record_sums(listed_records(content), runs)}
     write_json(target, content)
     return True
 
-# %% ../../nbs/workbench/notebooks.ipynb #3432f0d6
-def is_experiment(
-    notebook:Path, # A path under `nbs/`
-)->bool: # Whether it trains
-    "Whether `notebook` lies under `experiments`."
-    return "experiments" in Path(notebook).parts
+def is_current(
+    target:Path, # Where the page is, if it is
+    key:str, # Of its source
+    runs:Path, # Folder of the runs that it lists
+)->bool: # Whether executing it again would change nothing
+    "Whether a page was made from this source, and every record that it was made from is still the same."
+    if not target.exists(): return False
+    made = json.loads(target.read_text(encoding="utf-8"))["metadata"]
+    sums = made.get("dp_companion_records", {})
+    return made.get("dp_companion_key") == key and record_sums(list(sums), runs) == sums
 
 # %% ../../nbs/workbench/notebooks.ipynb #fa76ff2b
 def source_notebooks(
@@ -156,7 +191,7 @@ def source_notebooks(
     if not found: raise FileNotFoundError(f"source must be a folder that holds notebooks, got {source}; run this in a checkout of dp-companion")
     return found
 
-# %% ../../nbs/workbench/notebooks.ipynb #ee1111a1
+# %% ../../nbs/workbench/notebooks.ipynb #8cf2db22
 def execute_all(
     source:Path, # The folder nbs/
     target:Path, # Mirror of it, for the executed notebooks
@@ -165,7 +200,7 @@ def execute_all(
     runs:Path, # Folder of runs, passed to every experiment
     workers:int=2, # Notebooks at once, where they do not train
 ):
-    "Execute every notebook under `source`; experiments last, one by one, always."
+    "Execute every notebook under `source` that is not current; experiments last, one by one."
     from joblib import Parallel, delayed
     from tqdm import tqdm
     notebooks = source_notebooks(source)
@@ -214,7 +249,7 @@ def with_outputs(
             cell["outputs"] = [{**o, "metadata": {}, **({"execution_count": None} if "execution_count" in o else {})} if "metadata" in o else o for o in kept]
     return json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
-# %% ../../nbs/workbench/notebooks.ipynb #53d57b28
+# %% ../../nbs/workbench/notebooks.ipynb #d8e0db78
 def execute_watched(
     notebook:Path, # An experiment
     target:Path, # Where the executed notebook goes
@@ -223,9 +258,10 @@ def execute_watched(
     "Execute an experiment while a bar counts the records that appear in its folder of runs."
     from threading import Thread
     from tqdm import tqdm
+    if is_current(target, execution_key(notebook, parameters), Path(parameters["runs"])): return
     failure = []
     def work():
-        try: execute(notebook, target, parameters, fresh=True)
+        try: execute(notebook, target, parameters)
         except Exception as error: failure.append(error)
     count = lambda: sum(1 for _ in Path(parameters["runs"]).glob("*/record.json"))
     thread, before = Thread(target=work, daemon=True), count()

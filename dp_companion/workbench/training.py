@@ -4,25 +4,30 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'noise_schedule', 'bound_schedule', 'poisson_plan', 'rule_at', 'cached', 'budget_report', 'pinned_kernels',
-           'stream_seed', 'Run', 'step', 'epoch', 'evaluate', 'train', 'check_target', 'check_ledger', 'finish',
-           'save_checkpoint', 'read_checkpoint']
+           'OrdinaryStep', 'stream_seed', 'Run', 'build_step', 'step', 'epoch', 'nonprivate_means', 'evaluate', 'train',
+           'check_target', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
-# %% ../../nbs/workbench/training.ipynb #4770fcfa
+# %% ../../nbs/workbench/training.ipynb #da9dfb9e
 import io
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+import numpy as np
 import torch
 from joblib import Memory
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.nn.functional import cross_entropy
-from ..algorithms.clipping import ClipRule, clip_rule
-from ..algorithms.private_step import PrivateStep
+from ..algorithms.clipping import RULES, ClipRule, clip_rule
+from ..algorithms.engines import per_sample_losses
+from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport, certify
 from ..budgets.decayed import claimed_budget
 from ..budgets.events import gaussian_events
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, StepDecay, schedule
 from .datasets import Dataset, load_dataset
+from .fairness import group_accuracies, macro_roc_auc
+from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
 from .records import RunRecord, RunSpec, digest, find_record, provenance, record_path, write_json, write_whole
@@ -51,15 +56,17 @@ def poisson_plan(
     "The sampling plan of `spec` on `data`."
     return PoissonPlan(dataset_size=len(data.train_labels), expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
 
-# %% ../../nbs/workbench/training.ipynb #f672a375
+# %% ../../nbs/workbench/training.ipynb #b7043d40
 def rule_at(
     spec:RunSpec, # The run
     epoch:int, # From 0
+    classes:int, # Of its data: the groups of a rule that needs groups
 )->ClipRule: # The rule of that epoch
     "The clipping rule of `spec` with the upper bound of `epoch`."
     bound = bound_schedule(spec)
-    constants = {} if bound is None else {"strict_max_grad_norm": float(bound.at(epoch))}
-    return clip_rule(spec.clip_rule, max_grad_norm=spec.max_grad_norm, **constants)
+    constants = {"strict_max_grad_norm": None if bound is None else float(bound.at(epoch)), "stability": spec.stability, "count_noise": spec.count_noise,
+                 "num_groups": classes if RULES[spec.clip_rule].needs_groups else None}
+    return clip_rule(spec.clip_rule, max_grad_norm=spec.max_grad_norm, **{name: value for name, value in constants.items() if value is not None})
 
 # %% ../../nbs/workbench/training.ipynb #04641f27
 def cached(
@@ -69,29 +76,50 @@ def cached(
     "Keep the results of a slow budget on disk, for the other seeds and for the next time."
     return Memory(Path(runs)/"cache", verbose=0).cache(function)
 
-# %% ../../nbs/workbench/training.ipynb #bf18616e
+# %% ../../nbs/workbench/training.ipynb #c1cc6506
 def budget_report(
     spec:RunSpec, # The run
     plan:PoissonPlan, # Its sampling
+    classes:int, # Of its data
     certify=certify, # `certify`, or a cached form of it
-)->BudgetReport: # Claimed and certified, with events
+)->BudgetReport: # Claimed and certified, with events; nothing certified without privacy
     "What the paper's formula claims for `spec`, and what standard accountants certify for it."
+    if spec.clip_rule == "none": return BudgetReport(certified={}, delta=spec.delta, privacy_unit="image")
     noise = noise_schedule(spec)
-    events = rule_at(spec, 0).joint_events(gaussian_events(noise, plan)) # a rule's own noisy counts spend too
+    events = rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan)) # a rule's own noisy counts spend too
     claimed = claimed_budget(noise, plan, delta=spec.delta)
     return BudgetReport(claimed=claimed, certified=certify(events, delta=spec.delta), delta=spec.delta, privacy_unit="image", events=events, preconditions=claimed.preconditions)
 
-# %% ../../nbs/workbench/training.ipynb #7be16679
-KERNELS = {"mnist_cnn": {"0": "matrices", "3": "grouped"}} # Model to layer to kernel
+# %% ../../nbs/workbench/training.ipynb #86b1e914
+KERNELS = {
+    ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
+    ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
+} # (model, side of its images) to layer to kernel: the fastest on a small processor
 
-# %% ../../nbs/workbench/training.ipynb #63251524
+# %% ../../nbs/workbench/training.ipynb #89fb912b
 def pinned_kernels(
     spec:RunSpec, # The run
+    side:int, # Of its images, in pixels
 )->dict|None: # Layer to kernel; None for Opacus's engines, which have no choice
     "The kernels that make a run of the fast engine repeat to the bit."
     if spec.engine != "book": return None
-    if spec.model not in KERNELS: raise ValueError(f"engine must be hooks or ghost for a model without pinned kernels, got engine='book' with model={spec.model!r}")
-    return KERNELS[spec.model]
+    if (spec.model, side) not in KERNELS: raise ValueError(f"engine must be hooks or ghost for a model without pinned kernels at {side} pixels, got engine='book' with model={spec.model!r}")
+    return KERNELS[spec.model, side]
+
+# %% ../../nbs/workbench/training.ipynb #4e22fb04
+class OrdinaryStep:
+    "An ordinary step with the signature of `PrivateStep`: no clipping, no noise, no guarantee."
+    clip_rule = None
+    def __init__(self, model, optimizer, expected_batch_size:int):
+        self.model, self.optimizer, self.expected_batch_size = model, optimizer, expected_batch_size
+
+    def __call__(self, loss_fn, inputs, targets, *, noise_multiplier=0., groups=None)->StepReport:
+        self.optimizer.zero_grad()
+        losses = per_sample_losses(loss_fn, self.model(inputs), targets) if len(targets) else torch.zeros(0, requires_grad=True)
+        (losses.sum()/self.expected_batch_size).backward()
+        self.optimizer.step()
+        return StepReport(noise_multiplier=0., sensitivity=math.inf, noise_std=0., nonprivate_norms=torch.zeros(len(losses)),
+                          nonprivate_scales=torch.ones(len(losses)), nonprivate_losses=losses.detach())
 
 # %% ../../nbs/workbench/training.ipynb #8e4273ae
 def stream_seed(
@@ -101,7 +129,7 @@ def stream_seed(
     "A seed for one purpose of one run; no two of them share a stream."
     return int(digest({"purpose": purpose, "seed": seed})[:14], 16)
 
-# %% ../../nbs/workbench/training.ipynb #85516e83
+# %% ../../nbs/workbench/training.ipynb #f86121b6
 class Run:
     "The state of one run between two epochs."
     def __init__(self,
@@ -109,20 +137,19 @@ class Run:
         data:Dataset, # Its data
     ):
         self.spec, self.data, self.plan = spec, data, poisson_plan(spec, data)
-        self.multipliers = self.plan.per_step(noise_schedule(spec))
-        image = data.train_images.shape
+        self.multipliers = np.zeros(self.plan.steps) if spec.clip_rule == "none" else self.plan.per_step(noise_schedule(spec))
+        self.loss, image = build_loss(spec.loss), data.train_images.shape
         self.model = build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=image[-1], channels=image[1], classes=data.classes)
         self.sampling, self.noise = (torch.Generator().manual_seed(stream_seed(spec.seed, purpose)) for purpose in ("sampling", "noise"))
         self.optimizer = build_optimizer(spec.optimizer, self.model.parameters(), learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
-        self.private_step = PrivateStep(self.model, self.optimizer, clip_rule=rule_at(spec, 0), expected_batch_size=spec.expected_batch_size,
-                                        engine=spec.engine, generator=self.noise, kernels=pinned_kernels(spec))
+        self.step = build_step(self, image[-1])
         self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer, learning_rate=spec.learning_rate, steps=self.plan.steps)
         self.epochs, self.ledger, self.nonprivate_nonfinite_samples = [], [], 0
 
     def state(self)->dict:
         "All that changes between epochs."
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict(), "epochs": self.epochs,
-                "rule": asdict(self.private_step.clip_rule), "ledger": self.ledger, "nonfinite": self.nonprivate_nonfinite_samples,
+                "rule": asdict(self.step.clip_rule) if self.step.clip_rule else None, "ledger": self.ledger, "nonfinite": self.nonprivate_nonfinite_samples,
                 "sampling": self.sampling.get_state(), "noise": self.noise.get_state()}
 
     def load(self, state:dict):
@@ -130,53 +157,81 @@ class Run:
         self.model.load_state_dict(state["model"]); self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.sampling.set_state(state["sampling"]); self.noise.set_state(state["noise"])
-        self.private_step.clip_rule = clip_rule(self.spec.clip_rule, **state["rule"])
+        if state["rule"]: self.step.clip_rule = clip_rule(self.spec.clip_rule, **state["rule"])
         self.epochs, self.ledger, self.nonprivate_nonfinite_samples = state["epochs"], state["ledger"], state["nonfinite"]
 
-# %% ../../nbs/workbench/training.ipynb #e2df1355
+# %% ../../nbs/workbench/training.ipynb #1238227d
+def build_step(
+    run:Run, # With its model and optimizer
+    side:int, # Of its images, in pixels
+): # `PrivateStep`, or `OrdinaryStep` without privacy
+    "The step that `run` takes."
+    spec = run.spec
+    if spec.clip_rule == "none": return OrdinaryStep(run.model, run.optimizer, spec.expected_batch_size)
+    return PrivateStep(run.model, run.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size,
+                       engine=spec.engine, generator=run.noise, kernels=pinned_kernels(spec, side))
+
+# %% ../../nbs/workbench/training.ipynb #4c4917e1
 def step(
     run:Run, # The run
     indices:list, # The Poisson batch: positions in the training set, perhaps none
     noise_multiplier:float, # Of this step, from the schedule
-)->tuple: # Sum of the batch's losses and how many samples: raw data, for the page only
-    "One private step of `run`; its multiplier is taken down before the noise is drawn."
+)->StepReport: # What is named nonprivate in it is for the page only
+    "One step of `run`; its multiplier is taken down before the noise is drawn."
     run.ledger.append(noise_multiplier)
-    report = run.private_step(cross_entropy, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=noise_multiplier)
+    images, labels = run.data.train_images[indices], run.data.train_labels[indices]
+    groups = labels if getattr(run.step.clip_rule, "needs_groups", False) else None
+    report = run.step(run.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
     run.lr.step()
     run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
-    return report.nonprivate_losses.sum().item(), report.nonprivate_batch_size
+    return report
 
-# %% ../../nbs/workbench/training.ipynb #131cf148
+# %% ../../nbs/workbench/training.ipynb #57151b34
 def epoch(
     run:Run, # The run; its next epoch is trained
 ):
     "One epoch of `run`, its metrics appended."
     e, first = len(run.epochs), len(run.ledger)
-    if run.spec.bound_decay_rate is not None: run.private_step.clip_rule = rule_at(run.spec, e) # a rule that follows counts goes on as it is
+    if run.spec.bound_decay_rate is not None: run.step.clip_rule = rule_at(run.spec, e, run.data.classes) # a rule that follows counts goes on as it is
     batches = UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))
     run.model.train()
-    sums = [step(run, indices, multiplier) for indices, multiplier in zip(batches, run.multipliers[first:].tolist())]
-    nonprivate_loss = sum(s for s, _ in sums)/max(sum(n for _, n in sums), 1)
-    metrics = evaluate(run.model, run.data)
-    observe(run.lr, public_loss=metrics["test_loss"])
-    run.epochs.append({"epoch": e, "noise_multiplier": run.ledger[-1], **bounds(run.private_step.clip_rule), "nonprivate_train_loss": nonprivate_loss, **metrics})
+    reports = [step(run, indices, multiplier) for indices, multiplier in zip(batches, run.multipliers[first:].tolist())]
+    metrics = evaluate(run.model, run.data, run.loss)
+    observe(run.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None else math.inf)
+    run.epochs.append({"epoch": e, "noise_multiplier": run.ledger[-1], **bounds(run.step.clip_rule), **nonprivate_means(reports), **metrics})
 
-# %% ../../nbs/workbench/training.ipynb #1082ffb3
+# %% ../../nbs/workbench/training.ipynb #7c046bdf
 def bounds(rule):
-    "The bounds of a rule that has an upper one, for the record."
-    return {name: getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm") if hasattr(rule, name)}
+    "The bounds of a rule, for the record."
+    return {name: getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm", "group_bounds") if hasattr(rule, name)}
 
-# %% ../../nbs/workbench/training.ipynb #adba49bb
+def finite(value):
+    "The number, or None where it is infinite or NaN: a record holds plain JSON."
+    return value if math.isfinite(value) else None
+
+# %% ../../nbs/workbench/training.ipynb #c424a3f2
+def nonprivate_means(
+    reports:list, # One StepReport a step
+)->dict: # nonprivate_train_loss in nats and nonprivate_grad_norm, over all samples of all steps; None where not finite
+    "Mean loss and mean gradient norm of an epoch's samples: raw data, for the page only."
+    losses, norms = (torch.cat([getattr(r, name) for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
+    return {"nonprivate_train_loss": finite(losses.mean().item()), "nonprivate_grad_norm": finite(norms.mean().item())}
+
+# %% ../../nbs/workbench/training.ipynb #36e0a074
 def evaluate(
     model:torch.nn.Module, # The network
     data:Dataset, # Its test images are used
-)->dict: # test_accuracy in [0, 1] and test_loss in nats
-    "Accuracy and mean cross-entropy on the test images, which training never sees."
+    loss=cross_entropy, # As `losses.build_loss` gives it
+)->dict: # test_accuracy and test_auc in [0, 1], test_loss in nats, test_accuracy_by_class; None where not finite
+    "What the test images, which training never sees, say of the network."
     model.eval()
     with torch.no_grad(): logits = torch.cat([model(images) for images in data.test_images.split(1000)])
-    return {"test_accuracy": (logits.argmax(1) == data.test_labels).float().mean().item(), "test_loss": cross_entropy(logits, data.test_labels).item()}
+    predictions, by_class = logits.argmax(1), group_accuracies(logits.argmax(1), data.test_labels)
+    return {"test_accuracy": (predictions == data.test_labels).float().mean().item(), "test_loss": finite(loss(logits, data.test_labels).item()),
+            "test_auc": macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() else None,
+            "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)]}
 
-# %% ../../nbs/workbench/training.ipynb #0f191378
+# %% ../../nbs/workbench/training.ipynb #19926996
 def train(
     spec:RunSpec, # The run
     runs:Path=Path("runs"), # Folder of runs
@@ -185,7 +240,7 @@ def train(
     "The record of `spec`: found in `runs`, resumed at its last epoch, or trained from the start."
     if (found := find_record(spec, runs)) is not None: return found
     run, started = Run(spec, data or load_dataset(spec.dataset)), time.time()
-    report = budget_report(spec, run.plan, cached(certify, runs))
+    report = budget_report(spec, run.plan, run.data.classes, cached(certify, runs))
     check_target(spec, report)
     checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
     if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
