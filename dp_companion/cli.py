@@ -154,11 +154,11 @@ def run(
 
     A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
-    from dp_companion.workbench.records import record_path, spec_from_dict
-    from dp_companion.workbench.training import train
     try: content = json.loads(spec.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error: raise ValueError(f"spec must be a readable JSON file, got {spec} ({error})") from None
     if not isinstance(content, dict): raise ValueError(f"spec must be a JSON object, got a {type(content).__name__} in {spec}")
+    from dp_companion.workbench.records import record_path, spec_from_dict
+    from dp_companion.workbench.training import train
     checked = spec_from_dict(content)
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
