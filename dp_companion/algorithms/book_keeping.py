@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['gradient_slots', 'layout', 'tapped_layers', 'Anchor', 'seconds', 'fastest', 'Book']
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #7e74df40
+# %% ../../nbs/algorithms/book_keeping.ipynb #c2c5470e
 import time
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 import torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from opacus.grad_sample import GradSampleModule
 from .per_sample_norms import HELD_BYTES, KERNELS, Slot, candidates, kernels_of, row_part, opacus_rows
@@ -76,7 +77,7 @@ def fastest(layer, slots, a, b, held_bytes:int=HELD_BYTES, repeats:int=4)->str: 
     times = {name: min(seconds(kernels_of(layer)[name], layer, scratch, a, b) for _ in range(repeats)) for name in names}
     return min(times, key=times.get)
 
-# %% ../../nbs/algorithms/book_keeping.ipynb #048c5850
+# %% ../../nbs/algorithms/book_keeping.ipynb #5aa18275
 class Book:
     "Taps a model for one forward pass, and turns the backward pass into norms and a weighted sum."
     def __init__(self,
@@ -94,73 +95,88 @@ class Book:
         self.anchor = torch.zeros((), device=self.flat.device, requires_grad=True)
         self.clear()
 
-    def check_pin(self, name:str):
-        "Refuse a pinned kernel that does not exist."
-        if name not in self.layers: raise KeyError(f"kernels must name layers of the model, got {name!r}")
-        known = list(kernels_of(self.layers[name]))
-        if self.kernels[name] not in known: raise KeyError(f"kernels[{name!r}] must be one of {known}, got {self.kernels[name]!r}")
+# %% ../../nbs/algorithms/book_keeping.ipynb #2280211c
+@patch
+def clear(self:Book):
+    "Forget the pages of the last batch."
+    self.pages, self.shared, self.uses, self.batch_sizes = [], {}, Counter(), {}
 
-    def clear(self):
-        "Forget the pages of the last batch."
-        self.pages, self.shared, self.uses, self.batch_sizes = [], {}, Counter(), {}
+@patch
+def check_pin(self:Book, name:str):
+    "Refuse a pinned kernel that does not exist."
+    if name not in self.layers: raise KeyError(f"kernels must name layers of the model, got {name!r}")
+    known = list(kernels_of(self.layers[name]))
+    if self.kernels[name] not in known: raise KeyError(f"kernels[{name!r}] must be one of {known}, got {self.kernels[name]!r}")
 
-    @contextmanager
-    def recording(self):
-        "Tap the layers for one forward pass."
-        self.clear()
-        handles = [layer.register_forward_hook(partial(self.tap, name)) for name, layer in self.layers.items()]
-        for p in self.slots: p.requires_grad_(False)
-        try: yield self
-        finally:
-            for handle in handles: handle.remove()
-            for p in self.slots: p.requires_grad_(True)
+# %% ../../nbs/algorithms/book_keeping.ipynb #4681685a
+@patch
+@contextmanager
+def recording(self:Book):
+    "Tap the layers for one forward pass."
+    self.clear()
+    handles = [layer.register_forward_hook(partial(self.tap, name)) for name, layer in self.layers.items()]
+    for p in self.slots: p.requires_grad_(False)
+    try: yield self
+    finally:
+        for handle in handles: handle.remove()
+        for p in self.slots: p.requires_grad_(True)
 
-    def tap(self, name, layer, args, output):
-        "Note a layer's input, and have the backward pass call `write` with its output gradient."
-        if not torch.is_grad_enabled(): return output
-        if not args or not isinstance(output, Tensor):
-            raise TypeError(f"layer {name!r} must take its input as a positional argument and return one tensor")
-        held, self.batch_sizes[name] = [args[0].detach()], len(args[0])
-        self.uses.update(self.layer_slots[name].values())
-        version = args[0]._version
-        if not output.requires_grad: output = Anchor.apply(output, self.anchor)
-        output.register_hook(lambda b: self.write(name, held.pop(), version, b))
-        return output
+# %% ../../nbs/algorithms/book_keeping.ipynb #9deed667
+@patch
+def tap(self:Book, name, layer, args, output):
+    "Note a layer's input, and have the backward pass call `write` with its output gradient."
+    if not torch.is_grad_enabled(): return output
+    if not args or not isinstance(output, Tensor):
+        raise TypeError(f"layer {name!r} must take its input as a positional argument and return one tensor")
+    held, self.batch_sizes[name] = [args[0].detach()], len(args[0])
+    self.uses.update(self.layer_slots[name].values())
+    version = args[0]._version
+    if not output.requires_grad: output = Anchor.apply(output, self.anchor)
+    output.register_hook(lambda b: self.write(name, held.pop(), version, b))
+    return output
 
-    def write(self, name, a, version, b):
-        "Write the page of one layer."
-        if a._version!=version: raise ValueError(f"the input of layer {name!r} must not be changed in place after the layer has read it")
-        layer, slots = self.layers[name], self.layer_slots[name]
-        if any(self.uses[slot]>1 for slot in slots.values()): return self.write_shared(layer, slots, a, b)
-        if name not in self.kernels: self.kernels[name] = fastest(layer, slots, a, b, self.held_bytes)
-        for part in kernels_of(layer)[self.kernels[name]](layer, slots, a, b):
-            if part.parameter in slots: self.pages.append((slots[part.parameter], part))
+# %% ../../nbs/algorithms/book_keeping.ipynb #6db3f7c8
+@patch
+def write(self:Book, name, a, version, b):
+    "Write the page of one layer."
+    if a._version!=version: raise ValueError(f"the input of layer {name!r} must not be changed in place after the layer has read it")
+    layer, slots = self.layers[name], self.layer_slots[name]
+    if any(self.uses[slot]>1 for slot in slots.values()): return self.write_shared(layer, slots, a, b)
+    if name not in self.kernels: self.kernels[name] = fastest(layer, slots, a, b, self.held_bytes)
+    for part in kernels_of(layer)[self.kernels[name]](layer, slots, a, b):
+        if part.parameter in slots: self.pages.append((slots[part.parameter], part))
 
-    def write_shared(self, layer, slots, a, b):
-        "Add up the per-sample gradients of parameters that are used more than once."
-        for part in opacus_rows(layer, slots, a, b):
-            slot = slots[part.parameter]
-            self.shared[slot] = part.rows[0]+self.shared.get(slot, 0)
+@patch
+def write_shared(self:Book, layer, slots, a, b):
+    "Add up the per-sample gradients of parameters that are used more than once."
+    for part in opacus_rows(layer, slots, a, b):
+        slot = slots[part.parameter]
+        self.shared[slot] = part.rows[0]+self.shared.get(slot, 0)
 
-    def check_batch(self, batch_size:int):
-        "Refuse layers whose input does not have the batch in front."
-        wrong = {name: n for name, n in self.batch_sizes.items() if n!=batch_size}
-        for name, n in wrong.items():
-            raise ValueError(f"the first dimension of the input of layer {name!r} must be the batch of {batch_size}, got {n}")
+# %% ../../nbs/algorithms/book_keeping.ipynb #7f4751d9
+@patch
+def check_batch(self:Book, batch_size:int):
+    "Refuse layers whose input does not have the batch in front."
+    wrong = {name: n for name, n in self.batch_sizes.items() if n!=batch_size}
+    for name, n in wrong.items():
+        raise ValueError(f"the first dimension of the input of layer {name!r} must be the batch of {batch_size}, got {n}")
 
-    def norms(self)->Tensor: # (batch,)
-        "Norm of every sample's whole gradient; call it after the backward pass."
-        self.pages += [(slot, row_part("shared", rows)) for slot, rows in self.shared.items()]
-        self.shared = {}
-        if not self.pages: raise ValueError("the loss must depend on at least one trainable layer, got none")
-        return torch.stack([part.squared_norms for _, part in self.pages]).sum(0).sqrt_()
+@patch
+def norms(self:Book)->Tensor: # (batch,)
+    "Norm of every sample's whole gradient; call it after the backward pass."
+    self.pages += [(slot, row_part("shared", rows)) for slot, rows in self.shared.items()]
+    self.shared = {}
+    if not self.pages: raise ValueError("the loss must depend on at least one trainable layer, got none")
+    return torch.stack([part.squared_norms for _, part in self.pages]).sum(0).sqrt_()
 
-    def add(self,
-        scales:Tensor, # (batch,)
-        bad:Tensor|None=None, # (batch,) samples to leave out, whatever their scale
-    ):
-        "Add the weighted sum of all samples' gradients to the flat buffer, and clear the book."
-        for slot, part in self.pages:
-            if bad is not None: part = part.without(bad)
-            part.add(slot, scales.to(slot.flat.dtype), *part.rows)
-        self.clear()
+# %% ../../nbs/algorithms/book_keeping.ipynb #1f0fcbe7
+@patch
+def add(self:Book,
+    scales:Tensor, # (batch,)
+    bad:Tensor|None=None, # (batch,) samples to leave out, whatever their scale
+):
+    "Add the weighted sum of all samples' gradients to the flat buffer, and clear the book."
+    for slot, part in self.pages:
+        if bad is not None: part = part.without(bad)
+        part.add(slot, scales.to(slot.flat.dtype), *part.rows)
+    self.clear()

@@ -37,7 +37,7 @@ def per_sample_losses(
     parts = losses.reshape(len(losses), -1)
     return parts.mean(1) if reduction=="mean" else parts.sum(1)
 
-# %% ../../nbs/algorithms/engines.ipynb #c1945b39
+# %% ../../nbs/algorithms/engines.ipynb #9ed31fd3
 def call(model, inputs):
     "The model on a tensor, a tuple of arguments or a dict of them."
     if isinstance(inputs, dict): return model(**inputs)
@@ -48,6 +48,7 @@ def part_of(inputs, index): # `inputs` for some samples
     if isinstance(inputs, dict): return {k: part_of(x, index) for k, x in inputs.items()}
     return type(inputs)(part_of(x, index) for x in inputs) if isinstance(inputs, (tuple, list)) else inputs[index]
 
+# %% ../../nbs/algorithms/engines.ipynb #d8043585
 class BookEngine:
     "One backward pass, no per-sample gradient of a linear layer (Bu et al. 2022)."
     def __init__(self, model, optimizer, kernels=None, held_bytes=HELD_BYTES):
@@ -65,6 +66,7 @@ class BookEngine:
         self.book.add(scale(norms), bad if bad.any() else None)
         return losses.detach()
 
+# %% ../../nbs/algorithms/engines.ipynb #661a6c0a
 class RuledOptimizer(DPOptimizer):
     "Opacus's optimizer with any clipping rule."
     def clip_and_accumulate(self):
@@ -75,6 +77,7 @@ class RuledOptimizer(DPOptimizer):
             if bad.any(): g = g.masked_fill(bad.view(-1, *[1]*(g.dim()-1)), 0)
             p.summed_grad = torch.einsum("i,i...->...", scales, g)
 
+# %% ../../nbs/algorithms/engines.ipynb #7d542902
 class HooksEngine:
     "Opacus's per-sample gradients (GradSampleModule and DPOptimizer)."
     def __init__(self, model, optimizer, kernels=None, held_bytes=None):
@@ -94,7 +97,7 @@ class HooksEngine:
             p.grad_sample = p.summed_grad = None
         return losses.detach()
 
-# %% ../../nbs/algorithms/engines.ipynb #b2674eee
+# %% ../../nbs/algorithms/engines.ipynb #f44e4142
 class NotFinite(Exception):
     "Some samples' norms are not finite."
 
@@ -106,12 +109,14 @@ class RuledGhost(GradSampleModuleFastGradientClipping):
         if not torch.isfinite(norms).all(): raise NotFinite(norms)
         return self.scale(norms)
 
+# %% ../../nbs/algorithms/engines.ipynb #e21e5aaa
 class PerSample:
     "A loss in the form that Opacus's ghost clipping asks for."
     reduction = "sum"
     def __init__(self, loss_fn): self.loss_fn = loss_fn
     def __call__(self, outputs, targets): return per_sample_losses(self.loss_fn, outputs, targets)
 
+# %% ../../nbs/algorithms/engines.ipynb #5ff1ec33
 class GhostEngine:
     "Opacus's ghost clipping: norms first, then a second backward pass."
     def __init__(self, model, optimizer, kernels=None, held_bytes=None):
@@ -139,4 +144,5 @@ class GhostEngine:
         if good.any(): self.accumulate(loss_fn, part_of(inputs, good), targets[good], lambda _: scales)
         return losses
 
+# %% ../../nbs/algorithms/engines.ipynb #74f24c56
 ENGINES = dict(book=BookEngine, ghost=GhostEngine, hooks=HooksEngine)

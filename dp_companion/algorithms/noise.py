@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['BLOCK', 'ZEROS', 'key_stream', 'random_bits_', 'box_muller_', 'gaussian_', 'GaussianNoise']
 
-# %% ../../nbs/algorithms/noise.ipynb #8d9f705b
+# %% ../../nbs/algorithms/noise.ipynb #c58db7a8
 import os
 import math
 from dataclasses import dataclass
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -66,7 +67,7 @@ def gaussian_(
     for start in range(0, len(out), size): box_muller_(random_bits_(out[start:start+size], stream).reshape(2, -1), std)
     return out
 
-# %% ../../nbs/algorithms/noise.ipynb #742f0387
+# %% ../../nbs/algorithms/noise.ipynb #88b3c5b1
 @dataclass(frozen=True, kw_only=True)
 class GaussianNoise:
     "A source of Gaussian noise, seeded for experiments or secure for release."
@@ -86,15 +87,17 @@ class GaussianNoise:
         device = self.generator.device if self.generator is not None else "cpu"
         return bytes(torch.randint(256, (16,), generator=self.generator, device=device).tolist())
 
-    def fill_(self,
-        out:Tensor, # 1-D, contiguous, any floating type; overwritten
-        std:float, # Standard deviation, >= 0
-    )->Tensor: # `out`
-        "Overwrite `out` with independent N(0, std^2)."
-        if not (std>=0 and math.isfinite(std)): raise ValueError(f"std must be finite and >= 0, got std={std}")
-        if std==0 or out.numel()==0: return out.zero_()
-        if out.dtype not in (torch.float32, torch.float64): return out.copy_(self.fill_(torch.empty_like(out, dtype=torch.float32), std))
-        if out.numel()%2: return out.copy_(self.fill_(out.new_empty(out.numel()+1), std)[:-1])
-        here = out if out.device.type=="cpu" else torch.empty_like(out, device="cpu")
-        gaussian_(here.numpy(), self.key(), std)
-        return out if here is out else out.copy_(here)
+# %% ../../nbs/algorithms/noise.ipynb #a3802611
+@patch
+def fill_(self:GaussianNoise,
+    out:Tensor, # 1-D, contiguous, any floating type; overwritten
+    std:float, # Standard deviation, >= 0
+)->Tensor: # `out`
+    "Overwrite `out` with independent N(0, std^2)."
+    if not (std>=0 and math.isfinite(std)): raise ValueError(f"std must be finite and >= 0, got std={std}")
+    if std==0 or out.numel()==0: return out.zero_()
+    if out.dtype not in (torch.float32, torch.float64): return out.copy_(self.fill_(torch.empty_like(out, dtype=torch.float32), std))
+    if out.numel()%2: return out.copy_(self.fill_(out.new_empty(out.numel()+1), std)[:-1])
+    here = out if out.device.type=="cpu" else torch.empty_like(out, device="cpu")
+    gaussian_(here.numpy(), self.key(), std)
+    return out if here is out else out.copy_(here)

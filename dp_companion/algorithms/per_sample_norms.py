@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #73b46a36
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #fe15efa2
 @dataclass(frozen=True, eq=False)
 class Slot:
     "The place of one parameter's gradient in the flat buffer."
@@ -30,6 +30,7 @@ class Slot:
     @property
     def channels_last(self)->bool: return not self.shaped.is_contiguous() # Memory runs over kernel positions, then channels
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #4691d23b
 @dataclass(frozen=True, eq=False)
 class Part:
     "One parameter's per-sample squared norms, and what its weighted sum needs."
@@ -64,7 +65,7 @@ def row_part(
     "Per-sample gradients that are held."
     return Part(parameter, squares(matrix), (matrix,), add_rows)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #93520333
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #870fe57d
 def add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the sum of scales_i b_it a_it' over samples and positions; a (batch, T, in), b (batch, T, out)."
     weighted = b*scales.view(-1, 1, 1)
@@ -78,6 +79,7 @@ def positions(x:Tensor)->Tensor: # (batch, T, features)
     "All dimensions between the batch and the features as one."
     return x.reshape(len(x), -1, x.shape[-1])
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #98419d01
 def linear_rank_one(layer, slots, a, b):
     "One vector per sample (Goodfellow 2015)."
     return Part("weight", squares(a)*squares(b), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
@@ -92,7 +94,7 @@ def linear_matrices(layer, slots, a, b):
     a, b = positions(a), positions(b)
     return row_part("weight", torch.bmm(b.transpose(1, 2), a).flatten(1)), row_part("bias", b.sum(1))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #21c40999
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #16efef42
 def padded(layer, a)->Tensor:
     "The input with its padding made explicit."
     pad = layer._reversed_padding_repeated_twice
@@ -109,6 +111,7 @@ def windows(
     (kh, kw), (dh, dw), (sh, sw) = layer.kernel_size, layer.dilation, layer.stride
     return a.as_strided((len(a), a.shape[1], kh, kw, height, width), (n, c, dh*h, dw*w, sh*h, sw*w))
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #9a6afba3
 def patch_rows(layer, a, b, channels_last:bool)->Tensor: # (batch*groups, T, D)
     "Patches with the positions first, and the channels as the last or the first of the features."
     x = windows(layer, a, *b.shape[2:]).unflatten(1, (layer.groups, -1)) # (batch, groups, in/groups, kh, kw, height, width)
@@ -120,6 +123,7 @@ def patch_columns(layer, a, b)->Tensor: # (batch*groups, T, D), in memory (batch
     x = windows(layer, a, *b.shape[2:]).unflatten(1, (layer.groups, -1))
     return x.reshape(len(a)*layer.groups, -1, b[0, 0].numel()).transpose(1, 2)
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #d0232176
 def outputs(layer, b)->Tensor: # (batch*groups, T, out/groups)
     "Output gradients with the positions first, one block for each group; a view where it can be."
     return b.flatten(2).unflatten(1, (layer.groups, -1)).flatten(0, 1).transpose(1, 2)
@@ -130,7 +134,7 @@ def conv_patches(layer, slots, a, b)->Tensor: # (batch*groups, T, D)
 
 def conv_bias(b)->Part: return row_part("bias", b.sum((2, 3)))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #9e3c3497
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #019ffb03
 CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cache when they are used
 
 def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tensor: # Of the shape of `like`
@@ -138,6 +142,7 @@ def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tenso
     return torch.ops.aten.convolution_backward(b, a, like, None, layer.stride, padding, layer.dilation, False, [0, 0],
         groups, [False, True, False])[1]
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #d9de01ea
 def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the ordinary weight gradient of the weighted output gradients."
     weighted = b*scales.view(-1, 1, 1, 1)
@@ -145,6 +150,7 @@ def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     x, padding = (a, layer.padding) if plain else (padded(layer, a), (0, 0))
     slot.shaped.add_(weight_gradient(layer, x, weighted, slot.shaped, layer.groups, padding))
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #b3c783be
 def conv_matrices(layer, slots, a, b):
     "Hold the per-sample matrices, formed a few samples at a time."
     n, g, channels = len(b), layer.groups, b.shape[1]//layer.groups
@@ -154,6 +160,7 @@ def conv_matrices(layer, slots, a, b):
         torch.bmm(outputs(layer, y).transpose(1, 2), conv_patches(layer, slots, x, y), out=out)
     return row_part("weight", matrices.view(n, -1)), conv_bias(b)
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #9a7f2aeb
 def conv_grouped(layer, slots, a, b):
     "Hold the per-sample matrices, from one convolution in which every sample is a group (Rochette et al. 2019)."
     x, shape = padded(layer, a).contiguous(), slots["weight"].shaped.shape
@@ -161,6 +168,7 @@ def conv_grouped(layer, slots, a, b):
     found = weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]), like, len(b)*layer.groups)
     return row_part("weight", in_memory_order(slots["weight"], found.view(len(b), *shape))), conv_bias(b)
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #44bab6c0
 def conv_gram(layer, slots, a, b):
     "Gram matrices, then one ordinary weight gradient."
     x = patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True) # Norms do not see the order of the features
@@ -172,13 +180,14 @@ def conv_gram_product(layer, slots, a, b):
     x, y = patch_rows(layer, a, b, slots["weight"].channels_last), outputs(layer, b)
     return Part("weight", gram_squares(x, y), (x, y), add_product), conv_bias(b)
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #c142021c
 def conv_chunked(layer, slots, a, b, chunk:int=8):
     "Norms of per-sample matrices that are dropped, then one ordinary weight gradient."
     pieces = zip(a.split(chunk), b.split(chunk))
     norms = torch.cat([conv_matrices(layer, slots, x, y)[0].squared_norms for x, y in pieces])
     return Part("weight", norms, (a, b), partial(add_convolution, layer)), conv_bias(b)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #681d4935
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #1bd290c2
 def grouped_norm(layer, a, b, groups:int):
     "Rows for the affine parameters of a normalisation over channel groups."
     (n, c), positions = a.shape[:2], a[0, 0].numel()
@@ -188,6 +197,7 @@ def grouped_norm(layer, a, b, groups:int):
         rstd.view(1, -1), None, 1, n*c, positions, n*groups, [False, True, True])
     return row_part("weight", weight.view(n, c)), row_part("bias", bias.view(n, c))
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #f460f0a6
 def group_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_groups)
 def instance_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_features) # Every channel is a group
 
@@ -220,7 +230,7 @@ def opacus_rows(layer, slots, a, b):
     found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #bca4d600
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #20dc23f2
 HELD_BYTES = 1<<28 # Largest set of per-sample gradients that one layer may hold
 
 KERNELS = {
@@ -231,6 +241,7 @@ KERNELS = {
     nn.Embedding: dict(tokens=embedding),
 }
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #504a670b
 def kernels_of(layer:nn.Module)->dict: # Name -> kernel
     "Every way for this kind of layer, Opacus's sampler the last."
     return {**KERNELS.get(type(layer), {}), "opacus": opacus_rows}

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_parameters', 'rule_of', 'schedule_of', 'plan_of', 'calibrated',
-           'write_whole', 'read_checkpoint', 'PrivacyEngine']
+           'PrivacyEngine', 'Recipe', 'check_bound', 'unwrapped', 'write_whole', 'read_checkpoint']
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #4cd08a72
+# %% ../../nbs/algorithms/privacy_engine.ipynb #97e8771c
 import io
 import os
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import opacus
 import torch
+from fastcore.basics import patch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from .clipping import ClipRule, CountingRule, Flat, clip_rule as named_rule
@@ -106,6 +107,138 @@ def calibrated(
     if rule.joint_events(events_of(start))==events_of(start): return schedule.rescaled(start)
     return schedule.rescaled(smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15))
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
+class PrivacyEngine(opacus.PrivacyEngine):
+    "Opacus's entry point, with this companion's rules, schedules, engines and budgets."
+    def __init__(self, *,
+        accountant:str="pld", # Who answers `get_epsilon` and calibrates: pld or rdp
+        secure_mode:bool|None=None, # Noise and batches keyed by the operating system; None: unless a noise_generator is given
+    ):
+        self.accountant, self.secure_mode, self.target_delta, self.optimizer = Ledger(accountant), secure_mode, None, None
+
+    def make_private(self, *,
+        module:nn.Module, # May be wrapped in DistributedDataParallel with engine="book"
+        optimizer:torch.optim.Optimizer, # Holds the trainable parameters of `module`
+        data_loader:DataLoader, # Gives data set, batch size, collate function and workers
+        noise_multiplier:float|None=None, # sigma, noise std / sensitivity; > 0
+        max_grad_norm:float|None=None, # C
+        **options, # As `prepare` takes them, and those of Opacus
+    )->tuple: # (module, optimizer, data_loader); with engine="ghost" (module, optimizer, criterion, data_loader)
+        "The same objects, private."
+        return self.prepare(module, optimizer, data_loader, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **options)
+
+    @property
+    def noise_source(self)->str: # secure or seeded; for records
+        return self.batches.label
+
+    def get_epsilon(self, delta:float)->float: # Upper bound (nats)
+        "What has been spent so far, as in Opacus."
+        return self.accountant.get_epsilon(delta)
+
+# %% ../../nbs/algorithms/privacy_engine.ipynb #e3b6fc7c
+@patch
+def make_private_with_epsilon(self:PrivacyEngine, *,
+    module:nn.Module, optimizer:torch.optim.Optimizer, data_loader:DataLoader, # As for `make_private`
+    target_epsilon:float, # epsilon (nats) at the end; > 0
+    target_delta:float, # In (0, 1)
+    epochs:int, # Passes of the loader; >= 1
+    max_grad_norm:float|None=None, # C
+    **options, # As `prepare` takes them; noise_schedule gives the shape alone
+)->tuple: # As `make_private`
+    "The same objects, private, with noise that a target pays for."
+    if "noise_multiplier" in options: raise TypeError("make_private_with_epsilon has no argument 'noise_multiplier': it is what is sought")
+    if len(self.accountant): raise ValueError(f"target_epsilon must be asked of a fresh PrivacyEngine, got one with {len(self.accountant)} steps in its ledger")
+    return self.prepare(module, optimizer, data_loader, max_grad_norm=max_grad_norm, epochs=epochs,
+        target=dict(target_epsilon=target_epsilon, delta=target_delta), **options)
+
+# %% ../../nbs/algorithms/privacy_engine.ipynb #0df88591
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    "What will be run, with nothing left to choose."
+    clip_rule:ClipRule
+    plan:PoissonPlan # Sample rate and, with a target, epochs
+    noise_schedule:Schedule
+    bound_schedule:Schedule|None
+    engine:str # book, ghost or hooks
+    is_mean:bool # Whether the loop's loss is a mean over the batch
+    kernels:dict|None # Layer name -> kernel
+    target_delta:float|None # None without a target
+
+    @property
+    def target_steps(self)->int|None: return self.plan.steps if self.target_delta else None
+
+def check_bound(rule:ClipRule, bound_schedule:Schedule|None):
+    "Refuse a second mover of one bound."
+    if bound_schedule is not None and isinstance(rule, CountingRule):
+        raise ValueError(f"bound_schedule must be left out for {type(rule).__name__}, which moves its own bound, got one")
+
+# %% ../../nbs/algorithms/privacy_engine.ipynb #4897aae1
+@patch
+def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
+    noise_multiplier=None, max_grad_norm=None, target=None, epochs:int=1,
+    clip_rule:ClipRule|str|None=None, # A rule, its name, or None for flat clipping
+    noise_schedule:Schedule|None=None, # By epoch or by step; None: constant
+    bound_schedule:Schedule|None=None, # Of strict_max_grad_norm where the rule has one, else of max_grad_norm
+    engine:str="book", # book, ghost or hooks
+    expected_batch_size:int|None=None, # b, public; None: the data loader's batch_size
+    criterion=nn.CrossEntropyLoss(), # Wrapped with engine="ghost"
+    loss_reduction:str="mean", # What the loop's loss does over the batch: mean or sum
+    noise_generator:torch.Generator|None=None, # A seed, for experiments
+    grad_sample_mode:str="hooks", # Opacus's word for engine="ghost"
+    kernels:dict|None=None, # Layer name -> kernel, for runs that repeat to the bit on other machines
+    **opacus_options,
+)->tuple:
+    "What `make_private` and `make_private_with_epsilon` share."
+    check_options(opacus_options)
+    module, optimizer = unwrapped(module, optimizer)
+    if _word("grad_sample_mode", grad_sample_mode, ("hooks", "ghost"))=="ghost": engine = "ghost"
+    check_criterion(criterion, loss_reduction, engine)
+    check_parameters(module, optimizer)
+    rule, plan = rule_of(clip_rule, max_grad_norm), plan_of(data_loader, expected_batch_size, epochs)
+    check_bound(rule, bound_schedule)
+    if target is None: noise_schedule = schedule_of(noise_schedule, noise_multiplier)
+    else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule, accountant=self.accountant.accountant, **target)
+    recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise_schedule, bound_schedule=bound_schedule, engine=engine,
+        is_mean=loss_reduction=="mean", kernels=kernels, target_delta=target and target["delta"])
+    return self.assemble(recipe, module, optimizer, data_loader, criterion, noise_generator)
+
+# %% ../../nbs/algorithms/privacy_engine.ipynb #f9c1d5ae
+def unwrapped(module, optimizer)->tuple: # (module, optimizer)
+    "The user's own objects, without what an earlier engine put around them."
+    return (module._module if isinstance(module, PrivateModule) else module,
+        optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer)
+
+@patch
+def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of noise, and of batches
+    "Where random bits come from."
+    secure = noise_generator is None if self.secure_mode is None else self.secure_mode
+    if secure and noise_generator is not None: raise ValueError("noise_generator must be None with secure_mode=True: noise for release has no seed")
+    if secure: return GaussianNoise(secure=True), GaussianNoise(secure=True)
+    return tuple(GaussianNoise(generator=g if g is not None else seeded_by_torch()) for g in (noise_generator, batch_generator))
+
+# %% ../../nbs/algorithms/privacy_engine.ipynb #ac3e56ab
+@patch
+def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, criterion, noise_generator)->tuple: # As `make_private`
+    "Step, optimizer, loader and module of a recipe."
+    noise, batches = self.sources(noise_generator, data_loader.generator)
+    private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule, expected_batch_size=recipe.plan.expected_batch_size,
+        engine=recipe.engine, generator=noise.generator, secure_noise=noise.secure, kernels=recipe.kernels)
+    private_step.engine = TAPES[recipe.engine](private_step.engine, recipe.is_mean)
+    self.target_delta, self.batches = recipe.target_delta, batches
+    self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
+        bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
+    loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches))
+    module = PrivateModule(private_step.model, private_step.engine).train(private_step.model.training)
+    criteria = (GhostCriterion(private_step.engine, criterion),) if recipe.engine=="ghost" else ()
+    return (module, self.optimizer, *criteria, loader)
+
+# %% ../../nbs/algorithms/privacy_engine.ipynb #413b7c69
+@patch
+def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the target's delta
+    "The report of all steps so far."
+    if delta is None and self.target_delta is None: raise ValueError("delta must be given where there is no target_delta, got delta=None")
+    return budget_report(self.accountant.events, delta=self.target_delta if delta is None else delta)
+
 # %% ../../nbs/algorithms/privacy_engine.ipynb #3198b455
 def write_whole(path:Path, content:bytes):
     "Write a file atomically: after a kill the old one or the new one is there."
@@ -126,143 +259,60 @@ def read_checkpoint(path)->dict:
     except FileNotFoundError: raise
     except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__})") from None
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #211b9139
-class PrivacyEngine(opacus.PrivacyEngine):
-    "Opacus's entry point, with this companion's rules, schedules, engines and budgets."
-    def __init__(self, *,
-        accountant:str="pld", # Who answers `get_epsilon` and calibrates: pld or rdp
-        secure_mode:bool|None=None, # Noise and batches keyed by the operating system; None: unless a noise_generator is given
-    ):
-        self.accountant, self.secure_mode, self.target_delta, self.optimizer = Ledger(accountant), secure_mode, None, None
+# %% ../../nbs/algorithms/privacy_engine.ipynb #54fce36f
+@patch
+def settings(self:PrivacyEngine)->dict: # What two runs must share for one to go on with the other
+    optimizer = self.optimizer
+    return {"dataset_size": optimizer.plan.dataset_size, "expected_batch_size": optimizer.plan.expected_batch_size,
+        "noise_schedule": repr(optimizer.noise_schedule), "bound_schedule": repr(optimizer.bound_schedule),
+        "target_steps": optimizer.target_steps, "clip_rule": type(optimizer.clip_rule).__name__, "noise_source": self.noise_source}
 
-    def make_private(self, *,
-        module:nn.Module, # May be wrapped in DistributedDataParallel with engine="book"
-        optimizer:torch.optim.Optimizer, # Holds the trainable parameters of `module`
-        data_loader:DataLoader, # Gives data set, batch size, collate function and workers
-        noise_multiplier:float|None=None, # sigma, noise std / sensitivity; > 0
-        max_grad_norm:float|None=None, # C
-        **options, # As `prepare` takes them, and those of Opacus
-    )->tuple: # (module, optimizer, data_loader); with engine="ghost" (module, optimizer, criterion, data_loader)
-        "The same objects, private."
-        return self.prepare(module, optimizer, data_loader, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **options)
+@patch
+def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
+    "Ledger, place in the schedules, rule, kernels and generators."
+    optimizer = self.optimizer
+    return {"settings": self.settings(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
+        "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels, "torch": torch.get_rng_state(),
+        "sources": [s.generator.get_state() for s in (optimizer.private_step.noise, self.batches) if not s.secure]}
 
-    def make_private_with_epsilon(self, *,
-        module:nn.Module, optimizer:torch.optim.Optimizer, data_loader:DataLoader, # As for `make_private`
-        target_epsilon:float, # epsilon (nats) at the end; > 0
-        target_delta:float, # In (0, 1)
-        epochs:int, # Passes of the loader; >= 1
-        max_grad_norm:float|None=None, # C
-        **options, # As `prepare` takes them; noise_schedule gives the shape alone
-    )->tuple: # As `make_private`
-        "The same objects, private, with noise that a target pays for."
-        if "noise_multiplier" in options: raise TypeError("make_private_with_epsilon has no argument 'noise_multiplier': it is what is sought")
-        if len(self.accountant): raise ValueError(f"target_epsilon must be asked of a fresh PrivacyEngine, got one with {len(self.accountant)} steps in its ledger")
-        return self.prepare(module, optimizer, data_loader, max_grad_norm=max_grad_norm, epochs=epochs,
-            target=dict(target_epsilon=target_epsilon, delta=target_delta), **options)
+# %% ../../nbs/algorithms/privacy_engine.ipynb #c62dc52b
+@patch
+def load_state_dict(self:PrivacyEngine, state:dict):
+    "Take up a saved state in a fresh engine of the same settings."
+    optimizer = self.optimizer
+    if optimizer is None: raise ValueError("load_checkpoint must come after make_private, got an engine without an optimizer")
+    if len(self.accountant): raise ValueError(f"load_checkpoint must come before the first step, got {len(self.accountant)} steps in the ledger; to go on "
+        "from older weights, load them into the module, which leaves the ledger as it is")
+    for name, value in self.settings().items():
+        if state["settings"][name]!=value: raise ValueError(f"{name} must be the checkpoint's {state['settings'][name]}, got {name}={value}")
+    self.accountant.add(MechanismEvent(**e) for e in state["events"])
+    optimizer.steps_taken = state["steps_taken"]
+    optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
+    optimizer.tape.kernels.update(state["kernels"])
+    torch.set_rng_state(state["torch"])
+    for source, saved in zip((optimizer.private_step.noise, self.batches), state["sources"]): source.generator.set_state(saved)
 
-    def prepare(self, module, optimizer, data_loader, *,
-        noise_multiplier=None, max_grad_norm=None, target=None, epochs:int=1,
-        clip_rule:ClipRule|str|None=None, # A rule, its name, or None for flat clipping
-        noise_schedule:Schedule|None=None, # By epoch or by step; None: constant
-        bound_schedule:Schedule|None=None, # Of strict_max_grad_norm where the rule has one, else of max_grad_norm
-        engine:str="book", # book, ghost or hooks
-        expected_batch_size:int|None=None, # b, public; None: the data loader's batch_size
-        criterion=nn.CrossEntropyLoss(), # Wrapped with engine="ghost"
-        loss_reduction:str="mean", # What the loop's loss does over the batch: mean or sum
-        noise_generator:torch.Generator|None=None, # A seed, for experiments
-        grad_sample_mode:str="hooks", # Opacus's word for engine="ghost"
-        kernels:dict|None=None, # Layer name -> kernel, for runs that repeat to the bit on other machines
-        **opacus_options,
-    )->tuple:
-        "What `make_private` and `make_private_with_epsilon` share."
-        check_options(opacus_options)
-        if isinstance(module, PrivateModule): module = module._module
-        if isinstance(optimizer, PrivateOptimizer): optimizer = optimizer.original_optimizer
-        if _word("grad_sample_mode", grad_sample_mode, ("hooks", "ghost"))=="ghost": engine = "ghost"
-        check_criterion(criterion, loss_reduction, engine)
-        check_parameters(module, optimizer)
-        rule, plan = rule_of(clip_rule, max_grad_norm), plan_of(data_loader, expected_batch_size, epochs)
-        if bound_schedule is not None and isinstance(rule, CountingRule):
-            raise ValueError(f"bound_schedule must be left out for {type(rule).__name__}, which moves its own bound, got one")
-        if target is None: noise_schedule = schedule_of(noise_schedule, noise_multiplier)
-        else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule, accountant=self.accountant.accountant, **target)
-        noise, batches = self.sources(noise_generator, data_loader.generator)
-        private_step = PrivateStep(module, optimizer, clip_rule=rule, expected_batch_size=plan.expected_batch_size, engine=engine,
-            generator=noise.generator, secure_noise=noise.secure, kernels=kernels)
-        private_step.engine = TAPES[engine](private_step.engine, loss_reduction=="mean")
-        self.target_delta, self.batches = target and target["delta"], batches
-        self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=plan, noise_schedule=noise_schedule,
-            bound_schedule=bound_schedule, target_steps=target and plan.steps)
-        loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches))
-        module = PrivateModule(private_step.model, private_step.engine).train(private_step.model.training)
-        return (module, self.optimizer, GhostCriterion(private_step.engine, criterion), loader) if engine=="ghost" else (module, self.optimizer, loader)
+# %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bc
+@patch
+def save_checkpoint(self:PrivacyEngine, *,
+    path, # Where to; a path
+    module:PrivateModule, optimizer:PrivateOptimizer, # As `make_private` gave them
+    checkpoint_dict:dict|None=None, # What else belongs in it: a learning-rate scheduler's state, ...
+):
+    "Write the whole state of training, between two steps."
+    if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
+    if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between two steps, got one that is begun")
+    state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(), "optimizer_state_dict": optimizer.state_dict(),
+        "privacy_state_dict": self.state_dict()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_whole(Path(path), buffer.getvalue())
 
-    def sources(self, noise_generator, batch_generator)->tuple: # Of noise, and of batches
-        "Where random bits come from."
-        secure = noise_generator is None if self.secure_mode is None else self.secure_mode
-        if secure and noise_generator is not None: raise ValueError("noise_generator must be None with secure_mode=True: noise for release has no seed")
-        if secure: return GaussianNoise(secure=True), GaussianNoise(secure=True)
-        return tuple(GaussianNoise(generator=g if g is not None else seeded_by_torch()) for g in (noise_generator, batch_generator))
-
-    @property
-    def noise_source(self)->str: # secure or seeded; for records
-        return self.batches.label
-
-    def get_epsilon(self, delta:float)->float: # Upper bound (nats)
-        "What has been spent so far, as in Opacus."
-        return self.accountant.get_epsilon(delta)
-
-    def budget(self, delta:float|None=None)->BudgetReport: # None: the target's delta
-        "The report of all steps so far."
-        if delta is None and self.target_delta is None: raise ValueError("delta must be given where there is no target_delta, got delta=None")
-        return budget_report(self.accountant.events, delta=self.target_delta if delta is None else delta)
-
-    def save_checkpoint(self, *,
-        path, # Where to; a path
-        module:PrivateModule, optimizer:PrivateOptimizer, # As `make_private` gave them
-        checkpoint_dict:dict|None=None, # What else belongs in it: a learning-rate scheduler's state, ...
-    ):
-        "Write the whole state of training, between two steps."
-        if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
-        if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between two steps, got one that is begun")
-        state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(), "optimizer_state_dict": optimizer.state_dict(),
-            "privacy_state_dict": self.state_dict()}
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_whole(Path(path), buffer.getvalue())
-
-    def load_checkpoint(self, *, path, module:PrivateModule, optimizer:PrivateOptimizer)->dict: # The whole checkpoint
-        "Take up a run where it was saved."
-        checkpoint = read_checkpoint(path)
-        self.load_state_dict(checkpoint["privacy_state_dict"])
-        module.load_state_dict(checkpoint["module_state_dict"])
-        optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
-        return checkpoint
-
-    def state_dict(self)->dict: # Plain values and tensors
-        "Ledger, place in the schedules, rule, kernels and generators."
-        optimizer = self.optimizer
-        return {"settings": self.settings(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
-            "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels, "torch": torch.get_rng_state(),
-            "sources": [s.generator.get_state() for s in (optimizer.private_step.noise, self.batches) if not s.secure]}
-
-    def settings(self)->dict: # What two runs must share for one to go on with the other
-        optimizer = self.optimizer
-        return {"dataset_size": optimizer.plan.dataset_size, "expected_batch_size": optimizer.plan.expected_batch_size,
-            "noise_schedule": repr(optimizer.noise_schedule), "bound_schedule": repr(optimizer.bound_schedule),
-            "target_steps": optimizer.target_steps, "clip_rule": type(optimizer.clip_rule).__name__, "noise_source": self.noise_source}
-
-    def load_state_dict(self, state:dict):
-        "Take up a saved state in a fresh engine of the same settings."
-        optimizer = self.optimizer
-        if optimizer is None: raise ValueError("load_checkpoint must come after make_private, got an engine without an optimizer")
-        if len(self.accountant): raise ValueError(f"load_checkpoint must come before the first step, got {len(self.accountant)} steps in the ledger; to go on "
-            "from older weights, load them into the module, which leaves the ledger as it is")
-        for name, value in self.settings().items():
-            if state["settings"][name]!=value: raise ValueError(f"{name} must be the checkpoint's {state['settings'][name]}, got {name}={value}")
-        self.accountant.add(MechanismEvent(**e) for e in state["events"])
-        optimizer.steps_taken = state["steps_taken"]
-        optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
-        optimizer.tape.kernels.update(state["kernels"])
-        torch.set_rng_state(state["torch"])
-        for source, saved in zip((optimizer.private_step.noise, self.batches), state["sources"]): source.generator.set_state(saved)
+@patch
+def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule, optimizer:PrivateOptimizer)->dict: # The whole checkpoint
+    "Take up a run where it was saved."
+    checkpoint = read_checkpoint(path)
+    self.load_state_dict(checkpoint["privacy_state_dict"])
+    module.load_state_dict(checkpoint["module_state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    return checkpoint

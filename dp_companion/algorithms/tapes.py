@@ -6,8 +6,9 @@
 __all__ = ['TAPES', 'batch_size_of', 'one_row', 'Tape', 'BookTape', 'HooksTape', 'GhostTape', 'GhostCriterion', 'GhostLoss',
            'PrivateModule']
 
-# %% ../../nbs/algorithms/tapes.ipynb #349d44ce
+# %% ../../nbs/algorithms/tapes.ipynb #f05311bd
 import torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import Anchor
 from .engines import NotFinite, call, part_of, per_sample_losses
@@ -24,7 +25,7 @@ def one_row(x):
     "Zeros in the shape of one sample, where `x` is a tensor of none."
     return x.new_zeros((1, *x.shape[1:])) if isinstance(x, Tensor) and x.dim() and len(x)==0 else x
 
-# %% ../../nbs/algorithms/tapes.ipynb #aa7d4b5c
+# %% ../../nbs/algorithms/tapes.ipynb #4c1552e7
 class Tape:
     "An engine whose forward and backward pass the caller runs."
     def __init__(self, engine, is_mean:bool): # From `engines`; whether the loss is a mean over the batch
@@ -35,15 +36,6 @@ class Tape:
     def clear(self):
         "Forget the last forward and backward pass."
         self.batch_size = None
-
-    def forward(self, module, args, kwargs):
-        "The module's output, with all made ready for a backward pass."
-        if self.is_filled: raise ValueError("optimizer.step must follow every loss.backward, got a second forward pass in between; "
-            "for batches larger than memory use opacus.utils.batch_memory_manager.BatchMemoryManager")
-        self.clear()
-        self.batch_size = batch_size_of(args, kwargs)
-        if self.batch_size: return self.record(module, args, kwargs)
-        return part_of(module(*map(one_row, args), **{k: one_row(x) for k, x in kwargs.items()}), slice(0, 0)) # Not every module takes no rows
 
     def record(self, module, args, kwargs): return module(*args, **kwargs)
 
@@ -58,7 +50,18 @@ class Tape:
         B = self.batch_size if self.is_mean else 1
         return lambda norms: B*scale(B*norms)
 
-# %% ../../nbs/algorithms/tapes.ipynb #2a6eaf27
+# %% ../../nbs/algorithms/tapes.ipynb #e252b0fd
+@patch
+def forward(self:Tape, module, args, kwargs):
+    "The module's output, with all made ready for a backward pass."
+    if self.is_filled: raise ValueError("optimizer.step must follow every loss.backward, got a second forward pass in between; "
+        "for batches larger than memory use opacus.utils.batch_memory_manager.BatchMemoryManager")
+    self.clear()
+    self.batch_size = batch_size_of(args, kwargs)
+    if self.batch_size: return self.record(module, args, kwargs)
+    return part_of(module(*map(one_row, args), **{k: one_row(x) for k, x in kwargs.items()}), slice(0, 0)) # Not every module takes no rows
+
+# %% ../../nbs/algorithms/tapes.ipynb #9bc34987
 class BookTape(Tape):
     "Book-keeping (Bu et al. 2022) under the caller's backward pass."
     @property
@@ -78,33 +81,37 @@ class BookTape(Tape):
         finally:
             for handle in handles: handle.remove()
 
-    def guard(self, layer, args, output):
-        "Let the backward pass through once, and only while its forward pass is the last."
-        if not torch.is_grad_enabled() or not isinstance(output, Tensor): return output
-        if not output.requires_grad: output = Anchor.apply(output, self.engine.book.anchor)
-        legal = [self.current]
-        def check(b):
-            if legal.pop() is not self.current:
-                self.clear()
-                raise ValueError("loss.backward must go once through the last forward pass of the module, got an older or a second pass")
-            legal.append(None)
-        output.register_hook(check)
-        return output
-
     def check(self)->int:
         other = sum(p.grad is not None for p in self.slots)
         if super().check() and other: raise ValueError("the loss must reach parameters through the module's layers alone, got a gradient of "
             f"{other} parameters past them; for a penalty on weights use the optimizer's weight_decay")
         return self.batch_size
 
-    def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # No losses: the caller has them
-        "Add the weighted sum of what the book holds."
-        book = self.engine.book
-        book.check_batch(self.batch_size)
-        norms = book.norms()
-        bad = ~torch.isfinite(norms)
-        book.add(self.scaled(scale)(norms), bad if bad.any() else None)
-        return norms.new_empty(0)
+# %% ../../nbs/algorithms/tapes.ipynb #317d1f01
+@patch
+def guard(self:BookTape, layer, args, output):
+    "Let the backward pass through once, and only while its forward pass is the last."
+    if not torch.is_grad_enabled() or not isinstance(output, Tensor): return output
+    if not output.requires_grad: output = Anchor.apply(output, self.engine.book.anchor)
+    legal = [self.current]
+    def check(b):
+        if legal.pop() is not self.current:
+            self.clear()
+            raise ValueError("loss.backward must go once through the last forward pass of the module, got an older or a second pass")
+        legal.append(None)
+    output.register_hook(check)
+    return output
+
+# %% ../../nbs/algorithms/tapes.ipynb #adfe405e
+@patch
+def accumulate(self:BookTape, loss_fn, inputs, targets, scale)->Tensor: # No losses: the caller has them
+    "Add the weighted sum of what the book holds."
+    book = self.engine.book
+    book.check_batch(self.batch_size)
+    norms = book.norms()
+    bad = ~torch.isfinite(norms)
+    book.add(self.scaled(scale)(norms), bad if bad.any() else None)
+    return norms.new_empty(0)
 
 # %% ../../nbs/algorithms/tapes.ipynb #bc425a90
 class HooksTape(Tape):
@@ -127,7 +134,7 @@ class HooksTape(Tape):
             p.summed_grad = None
         return self.flat.new_empty(0)
 
-# %% ../../nbs/algorithms/tapes.ipynb #52373bf3
+# %% ../../nbs/algorithms/tapes.ipynb #d27ce2c4
 class GhostTape(HooksTape):
     "Opacus's ghost clipping: the caller's backward pass, then a second one."
     @property
@@ -155,6 +162,7 @@ class GhostTape(HooksTape):
         for p, slot in self.slots.items(): slot.shaped.add_(p.grad)
         return losses.detach()
 
+# %% ../../nbs/algorithms/tapes.ipynb #24a87d4e
 class GhostCriterion:
     "A criterion whose losses are kept apart until the second pass."
     def __init__(self, tape:GhostTape, loss_fn): self.tape, self.loss_fn = tape, loss_fn
