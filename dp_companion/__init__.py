@@ -7,8 +7,8 @@ __all__ = ['PrivacyEngine']
 # %% ../nbs/package.ipynb #af455d1e
 from importlib import import_module
 
-# %% ../nbs/package.ipynb #321d7fed
-_LAZY = {"PrivacyEngine": "algorithms.privacy_engine"} # Name to the module it comes from
+# %% ../nbs/package.ipynb #a5ba31eb
+_LAZY = {"PrivacyEngine": "audits.engine"} # Name to a module that has it: there it can audit itself, too
 
 def __getattr__(name:str):
     "A public name, imported when it is first asked for (PEP 562)."

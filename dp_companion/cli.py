@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'Decay', 'AccountantName', 'ProfileName', 'DecayFlag', 'RateFlag', 'DropFlag', 'EpochsFlag', 'BatchFlag',
            'SizeFlag', 'DeltaFlag', 'JsonFlag', 'RunsFlag', 'ProfileFlag', 'reproduce', 'budget', 'calibrate', 'run',
-           'tables', 'site', 'data', 'main']
+           'audit', 'tables', 'site', 'data', 'main']
 
 # %% ../nbs/cli.ipynb #55f33aaf
 import json
@@ -145,7 +145,15 @@ def calibrate(
     assumed = [p.name for p in claimed_budget(shape.rescaled(sigma), plan, delta=delta, formula="as_derived").unmet] if accountant.value == "tcdp" else []
     _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta, **({"assumed, not met by Poisson batches": assumed} if assumed else {})}, as_json)
 
-# %% ../nbs/cli.ipynb #0f932f88
+# %% ../nbs/cli.ipynb #3e644575
+def _json_object(path):
+    "The JSON object in a file."
+    try: content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error: raise ValueError(f"spec must be a readable JSON file, got {path} ({error})") from None
+    if not isinstance(content, dict): raise ValueError(f"spec must be a JSON object, got a {type(content).__name__} in {path}")
+    return content
+
+# %% ../nbs/cli.ipynb #af91c18e
 @app.command()
 def run(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec.")], runs:RunsFlag=Path("runs"), as_json:JsonFlag=False,
@@ -154,14 +162,38 @@ def run(
 
     A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
-    try: content = json.loads(spec.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error: raise ValueError(f"spec must be a readable JSON file, got {spec} ({error})") from None
-    if not isinstance(content, dict): raise ValueError(f"spec must be a JSON object, got a {type(content).__name__} in {spec}")
     from dp_companion.workbench.records import record_path, spec_from_dict
     from dp_companion.workbench.training import train
-    checked = spec_from_dict(content)
+    checked = spec_from_dict(_json_object(spec))
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
+
+# %% ../nbs/cli.ipynb #c289b8e0
+@app.command()
+def audit(
+    spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec, or the record.json of a finished run.")], runs:RunsFlag=Path("runs"),
+    draws:Annotated[int, typer.Option(help="Runs per world that the attack draws.")]=20_000, as_json:JsonFlag=False,
+):
+    """Attack a run: a lower bound on its ε.
+
+    Trains the run where it has no record yet. The attack sees every noisy gradient that the run released; what it achieves, at 95 % confidence, joins the record.
+    """
+    from dp_companion.audits.runs import audit_runs
+    from dp_companion.workbench.records import read_record, record_path, spec_from_dict
+    from dp_companion.workbench.training import train
+    content = _json_object(spec)
+    if "sha256" in content: record, runs = read_record(spec), spec.resolve().parent.parent
+    else:
+        checked = spec_from_dict(content)
+        with _waiting(f"run {checked.name}"): record = train(checked, runs)
+    record, = audit_runs([record], runs, draws=draws, workers=1)
+    if not record.budget["empirical"]: raise ValueError(f"spec must be of a run with noisy queries, got {record.spec.method} without any; nothing protects it, so there is nothing to attack")
+    _say({"record": str(record_path(record.spec, runs)), **{name: record.budget[name] for name in ("claimed", "certified", "empirical", "verdict")}} if as_json else _three(record), as_json)
+
+def _three(record): # For the eye
+    budget = record.budget
+    return {"claimed ε": budget["claimed"]["epsilon"], **{f"certified ε, {name.upper()}": c["epsilon"] for name, c in budget["certified"].items()},
+            f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": budget["empirical"]["epsilon"], "verdict": budget["verdict"]}
 
 # %% ../nbs/cli.ipynb #0daf84e8
 @app.command()

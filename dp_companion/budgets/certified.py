@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RELATIONS', 'SMALLEST_DELTA', 'ROUNDING', 'CALIBRATORS', 'Certified', 'grid_interval', 'pld_epsilon', 'certify',
-           'BudgetReport', 'budget_report', 'calibrate']
+           'verdict_of', 'BudgetReport', 'budget_report', 'calibrate']
 
 # %% ../../nbs/budgets/certified.ipynb #19f28ba0
 import math
@@ -151,19 +151,23 @@ def _plain(value):
     if isinstance(value, np.generic): value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-# %% ../../nbs/budgets/certified.ipynb #0bf3bb32
+# %% ../../nbs/budgets/certified.ipynb #df21ace4
 def _epsilon_of(value):
     "The epsilon of a claim, of an audit's finding, or of a number."
     return math.nan if value is None else float(getattr(value, "epsilon", value))
 
-def _verdict(claimed, certified, empirical):
-    "What follows from three epsilons; NaN for one that is not there."
+def verdict_of(
+    claimed:float, # By the paper's formula; NaN where there is none
+    certified:float, # Upper bound; `inf` where nothing is certified
+    empirical:float, # Lower bound of an attack; NaN where there is none
+)->str: # One plain sentence
+    "What follows from three epsilons."
     if empirical > certified: return f"The attack's {empirical:.4g} is above the certified {certified:.4g}: beyond the attack's confidence level, one of the two is wrong."
     if empirical > claimed: return f"The claim of {claimed:.4g} is refuted: an attack achieved {empirical:.4g}."
     if claimed < certified: return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
     return f"What is certified is {certified:.4g}."
 
-# %% ../../nbs/budgets/certified.ipynb #8d84bff5
+# %% ../../nbs/budgets/certified.ipynb #6eef61d9
 @dataclass(frozen=True, kw_only=True)
 class BudgetReport:
     "Three epsilons, and what they assume."
@@ -190,7 +194,7 @@ class BudgetReport:
     @property
     def verdict(self)->str: # One plain sentence
         "What follows from the three epsilons."
-        return _verdict(_epsilon_of(self.claimed), self.epsilon, _epsilon_of(self.empirical))
+        return verdict_of(_epsilon_of(self.claimed), self.epsilon, _epsilon_of(self.empirical))
 
     def to_dict(self)->dict: # Plain JSON values; infinities are the word "inf"
         "The report as JSON values."

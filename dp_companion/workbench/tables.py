@@ -36,7 +36,7 @@ def metric_of(
     else: factor, value = METRICS[metric][1], record.final[METRICS[metric][0]]
     return math.nan if value is None else factor*value
 
-# %% ../../nbs/workbench/tables.ipynb #1b083d5d
+# %% ../../nbs/workbench/tables.ipynb #639aac0c
 def row_of(
     record:RunRecord, # One run
     metric:str="accuracy", # As for `metric_of`
@@ -46,7 +46,7 @@ def row_of(
     certified = {f"certified_{name}": budget["certified"].get(name, {"epsilon": math.inf})["epsilon"] for name in ("rdp", "pld")}
     return {"paper": spec.paper, "dataset": spec.dataset, "method": spec.method, "accounting": spec.accounting, "target_epsilon": spec.target_epsilon, "delta": spec.delta,
             "noise_multiplier": spec.noise_multiplier, "value": metric_of(record, metric), "claimed": budget["claimed"]["epsilon"] if budget["claimed"] else math.nan,
-            **{name: float(e) for name, e in certified.items()}, "empirical": budget["empirical"]}
+            **{name: float(e) for name, e in certified.items()}, "empirical": budget["empirical"]["epsilon"] if budget["empirical"] else math.nan}
 
 # %% ../../nbs/workbench/tables.ipynb #dc5f91b5
 CELL = ["paper", "dataset", "method", "accounting", "target_epsilon", "delta", "setting"] # what one cell of a table has in common
