@@ -28,7 +28,7 @@ from dp_companion.workbench.models import build_model
 from dp_companion.workbench.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
 
 properties = settings(derandomize=True, max_examples=40, deadline=None)
-SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn"]
+SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn", "small_resnet"]
 
 
 @pytest.fixture(autouse=True)

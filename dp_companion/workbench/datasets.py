@@ -6,9 +6,9 @@
 __all__ = ['MNIST_MEAN', 'MNIST_STD', 'DIGITS_MEAN', 'DIGITS_STD', 'RGB_MEAN', 'RGB_STD', 'KELVINS', 'ARCHIVE_SHA256',
            'PICKLED_NAMES', 'DATASETS', 'Dataset', 'load_digits', 'data_root', 'load_mnist', 'thinned',
            'load_unbalanced_mnist', 'load_unbalanced_digits', 'load_image_folder', 'check_pickle', 'load_cifar',
-           'split', 'load_thinwall', 'load_synthetic_melt_pool', 'load_dataset', 'where']
+           'load_ham10000', 'split', 'load_thinwall', 'load_synthetic_melt_pool', 'load_dataset', 'where']
 
-# %% ../../nbs/workbench/datasets.ipynb #78dd55d6
+# %% ../../nbs/workbench/datasets.ipynb #e0c6a883
 import hashlib
 import os
 import pickletools
@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 import numpy as np
 import torch
+from .ham10000 import ham10000_reader, split_ham10000
 from .image_folders import decoded, read_image_folder
 from .melt_pools import CROP, MELTING, PORES, SYNTHETIC, read_thinwall, synthetic_frames
 
-# %% ../../nbs/workbench/datasets.ipynb #6f1321b7
+# %% ../../nbs/workbench/datasets.ipynb #ff25dee5
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
     "Images in [0, 1] standardised by public constants, and their labels."
@@ -33,6 +34,11 @@ class Dataset:
     classes:int # Number of classes
     source:str # Where the data come from, in one sentence for the page
     class_names:tuple=() # Names of the classes, for tables by group; their numbers where empty
+    train_units:torch.Tensor|None=None # (n_train,) int64, whose each training image is, for a guarantee per lesion; None where each is its own
+
+    def __post_init__(self):
+        if self.train_units is not None and len(self.train_units) != len(self.train_labels):
+            raise ValueError(f"train_units must be one per training image, got {len(self.train_units)} for {len(self.train_labels)}; change both together")
 
 # %% ../../nbs/workbench/datasets.ipynb #fe32dc11
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081 # the pair that every MNIST example uses
@@ -186,6 +192,20 @@ def load_cifar(
     return Dataset(name=name, train_images=_colour(torch.from_numpy(train.data)), train_labels=torch.tensor(train.targets), test_images=_colour(torch.from_numpy(test.data)),
                    test_labels=torch.tensor(test.targets), classes=classes, source=f"{title}, the original batches", class_names=tuple(train.classes))
 
+# %% ../../nbs/workbench/datasets.ipynb #5ce84fe1
+def load_ham10000(
+    root:Path|None=None, # Folder that holds `HAM10000`; `data_root()` where None
+    *,
+    name:str="ham10000", # Of the data set
+    side:int=64, # Side of the images in pixels
+    by:str="lesion", # lesion: no lesion on both sides; image: as published
+)->Dataset: # 8,008 training and 2,007 test images of 3×side×side where all 10,015 are there; 8,012 and 2,003 by image
+    "The dermatoscopic images of HAM10000, the middle square of each, a fifth held out."
+    folder = Path(root or data_root())/"HAM10000"
+    if not folder.is_dir(): raise FileNotFoundError(f"HAM10000 must be at {folder}, got no such folder; it cannot be downloaded here: put its images and HAM10000_metadata.csv there (Harvard Dataverse, doi 10.7910/DVN/DBW86T)")
+    parts = split_ham10000(decoded(folder, ham10000_reader(side)), by=by)
+    return Dataset(**parts | {f"{part}_images": _colour(parts[f"{part}_images"]) for part in ("train", "test")}, name=name)
+
 # %% ../../nbs/workbench/datasets.ipynb #99d0327f
 def split(
     images:torch.Tensor, # (n, side, side) temperatures in degrees Celsius
@@ -223,9 +243,10 @@ def load_synthetic_melt_pool(
     frames = synthetic_frames(side)
     return split(**frames, name=name, source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, {frames['labels'].sum()} of them porous")
 
-# %% ../../nbs/workbench/datasets.ipynb #8f4a8591
+# %% ../../nbs/workbench/datasets.ipynb #f6faa0d6
 DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
             "cifar10": partial(load_cifar, classes=10), "cifar100": partial(load_cifar, classes=100), "thinwall": load_thinwall,
+            "ham10000": load_ham10000, "ham10000_by_image": partial(load_ham10000, name="ham10000_by_image", by="image"), "ham10000_small": partial(load_ham10000, name="ham10000_small", side=32),
             "synthetic_melt_pool": load_synthetic_melt_pool, "synthetic_melt_pool_small": partial(load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small")} # Name in a run's description to its loader
 
 # %% ../../nbs/workbench/datasets.ipynb #acd8c7eb
@@ -237,13 +258,15 @@ def load_dataset(
     if name not in DATASETS: raise ValueError(f"dataset must be one of {sorted(DATASETS)}, got dataset={name!r}")
     return DATASETS[name](root)
 
-# %% ../../nbs/workbench/datasets.ipynb #d537d420
+# %% ../../nbs/workbench/datasets.ipynb #64c0836a
 PLACES = {"mnist": ("MNIST/raw/train-images-idx3-ubyte",), "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
-          "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"), "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"), "thinwall": ("Thinwall",)} # what a loader looks for, in this order
+          "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"), "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"), "thinwall": ("Thinwall",),
+          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small"), ("HAM10000",))} # what a loader looks for, in this order
 TO_GET = {"mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw", "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw",
           "cifar10": "downloaded on first use, or put cifar-10-python.tar.gz or cifar10/{{train,test}}/<class>/*.jpg into {root}",
           "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or cifar100/{{train,test}}/<class>/*.jpg into {root}",
-          "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not downloadable here"}
+          "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not downloadable here",
+          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small"), "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")}
 
 # %% ../../nbs/workbench/datasets.ipynb #56715df4
 def where(

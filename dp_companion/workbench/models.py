@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['NF_NETS', 'MODELS', 'mnist_cnn', 'unbalanced_mnist_cnn', 'ChannelShuffle', 'ShuffleUnit', 'small_shufflenet',
-           'cifar_cnn', 'Resize', 'weights_file', 'nf_net', 'nf_net_f0', 'nf_net_f1', 'build_model']
+           'cifar_cnn', 'ResidualBlock', 'small_resnet', 'Resize', 'weights_file', 'nf_net', 'nf_net_f0', 'nf_net_f1',
+           'build_model']
 
 # %% ../../nbs/workbench/models.ipynb #75c3e017
 from pathlib import Path
@@ -100,6 +101,32 @@ def cifar_cnn(
     funnel = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*block(channels, 32), *block(32, 64), *block(64, 128), nn.Flatten(), *funnel, nn.Linear(100, classes))
 
+# %% ../../nbs/workbench/models.ipynb #e09d9f0a
+class ResidualBlock(nn.Module):
+    "Two 3×3 convolutions with group norm, and a way past them (He et al. 2016)."
+    def __init__(self,
+        inputs:int, # Channels that come in
+        outputs:int, # Channels that go out
+        stride:int=1, # 2 halves the side
+    ):
+        super().__init__()
+        self.block = nn.Sequential(*_normed(inputs, outputs, 3, stride=stride), *_normed(outputs, outputs, 3, activation=False))
+        self.past = nn.Identity() if inputs == outputs and stride == 1 else nn.Sequential(*_normed(inputs, outputs, 1, stride=stride, activation=False))
+        self.activation = nn.SELU()
+
+    def forward(self, x:Tensor)->Tensor: return self.activation(self.block(x) + self.past(x)) # (batch, outputs, height/stride, width/stride)
+
+# %% ../../nbs/workbench/models.ipynb #d216668e
+def small_resnet(
+    image_size:int=64, # Side of the square image in pixels, from 8 up
+    channels:int=3, # Channels of the image
+    classes:int=7, # Number of classes
+)->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+    "A small residual network with group norm: 24, 48 and 96 channels."
+    _check_size(image_size)
+    return nn.Sequential(*_normed(channels, 24, 3, stride=2 if image_size >= 64 else 1), ResidualBlock(24, 24), ResidualBlock(24, 48, stride=2), ResidualBlock(48, 96, stride=2),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, classes))
+
 # %% ../../nbs/workbench/models.ipynb #d3b1c76b
 NF_NETS = {"nf_net_f0": ("dm_nfnet_f0", 192, 256), "nf_net_f1": ("dm_nfnet_f1", 224, 320)} # Name to timm's name and the sides for training and testing, in pixels (Section 5)
 
@@ -172,8 +199,8 @@ def nf_net_f1(
     "NF-Net-F1, which paper `global_adapt_v2` fine-tunes on CIFAR-100."
     return nf_net("nf_net_f1", **shape)
 
-# %% ../../nbs/workbench/models.ipynb #2311af49
-MODELS = {"mnist_cnn": mnist_cnn, "unbalanced_mnist_cnn": unbalanced_mnist_cnn, "small_shufflenet": small_shufflenet, "cifar_cnn": cifar_cnn,
+# %% ../../nbs/workbench/models.ipynb #6814d3b4
+MODELS = {"mnist_cnn": mnist_cnn, "unbalanced_mnist_cnn": unbalanced_mnist_cnn, "small_shufflenet": small_shufflenet, "cifar_cnn": cifar_cnn, "small_resnet": small_resnet,
           "nf_net_f0": nf_net_f0, "nf_net_f1": nf_net_f1} # Name in a run's description to the function that builds it
 
 # %% ../../nbs/workbench/models.ipynb #f27ea909
