@@ -37,13 +37,13 @@ class Profile:
     delta:float=1e-5 # Target delta
     loss:str="cross_entropy" # A key of `losses.LOSSES`
 
-# %% ../../nbs/workbench/grid.ipynb #5272612a
+# %% ../../nbs/workbench/grid.ipynb #a2e479a8
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
 def _unbalanced(**sizes): return Profile(model="unbalanced_mnist_cnn", expected_batch_size=64, learning_rate=1e-3, **sizes)
 def _thinwall(**sizes): return Profile(model="small_shufflenet", expected_batch_size=32, learning_rate=1e-3, delta=1e-3, loss="focal", **sizes)
 
 PROFILES = {
-    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=10, drop_every=1, learning_rate=1e-3, seeds=3),
+    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=20, drop_every=2, learning_rate=1e-3, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307, epochs=10, drop_every=1, seeds=2)},
     "laptop": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1, learning_rate=1e-4, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=10, drop_every=1, seeds=3)},
