@@ -168,11 +168,11 @@ def run(
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
-# %% ../nbs/cli.ipynb #c289b8e0
+# %% ../nbs/cli.ipynb #d578dacc
 @app.command()
 def audit(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec, or the record.json of a finished run.")], runs:RunsFlag=Path("runs"),
-    draws:Annotated[int, typer.Option(help="Runs per world that the attack draws.")]=20_000, as_json:JsonFlag=False,
+    draws:Annotated[int, typer.Option(help="Runs per world that the attack draws.")]=40_000, as_json:JsonFlag=False,
 ):
     """Attack a run: a lower bound on its ε.
 

@@ -12,12 +12,12 @@ from ..algorithms.privacy_engine import PrivacyEngine
 from .canaries import audit_schedule
 from ..budgets.certified import BudgetReport
 
-# %% ../../nbs/audits/engine.ipynb #b6d3e9f4
+# %% ../../nbs/audits/engine.ipynb #49a72522
 @patch
 def audit(self:PrivacyEngine,
     delta:float|None=None, # In (0, 1); None: the target's delta
     *,
-    draws:int=20_000, # Runs per world that the attack draws, half of them for its threshold
+    draws:int=40_000, # Runs per world that the attack draws, half of them for its threshold
     confidence:float=.95, # Of the bound, in (0, 1)
     seed:int=0, # Of the attack's own draws
 )->BudgetReport: # As `budget`, with the empirical epsilon

@@ -26,8 +26,8 @@ def released_events(
     if not events: raise ValueError(f"record must be of a run with noisy queries, got {record.spec.method} without any; nothing protects it, so there is nothing to test")
     return events
 
-# %% ../../nbs/audits/runs.ipynb #45af8148
-DRAWS = 20_000 # Runs per world that an attack draws by default
+# %% ../../nbs/audits/runs.ipynb #b3fa62f5
+DRAWS = 40_000 # Runs per world that an attack draws by default
 
 def audit_record(
     record:RunRecord, # A finished run
