@@ -1,6 +1,7 @@
 # Two commands, each from a fresh clone with only Python >= 3.10 and make.
 #   make reproduce   install, execute the notebooks, train what has no record, build _site/, print the headline table
-#   make test        install, check that notebooks and package are in step, run the notebooks' and the package's tests
+#   make test        install, check that notebooks and package are in step, run the quick tests of both: minutes on two cores
+#   make test-slow   the cells marked `#| slow` (with the cells that they need) and the tests marked slow; make test-all: both
 PYTHON  ?= python3
 PROFILE ?= digits
 VENV    := .venv
@@ -9,7 +10,7 @@ BIN     := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install reproduce test bench readme pages clean
+.PHONY: help install reproduce test test-slow test-all bench readme pages clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -26,11 +27,18 @@ $(VENV)/installed: settings.ini setup.py pyproject.toml
 reproduce: install
 	@$(BIN)/dp-companion reproduce --profile $(PROFILE)
 
+# Quick is what fits in five minutes. A slow cell is besides executed whenever its page is stale, and .ci/run runs everything.
 test: install
 	@$(BIN)/python -m pytest tests/test_in_step.py
 	@$(BIN)/ruff check .
 	@$(BIN)/nbdev_test --n_workers 2
-	@$(BIN)/python -m pytest -n 2 --ignore tests/test_in_step.py
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --ignore tests/test_in_step.py
+
+test-slow: install
+	@$(BIN)/nbdev_test --n_workers 2 --flags slow
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+test-all: test test-slow
 
 bench: install
 	@for script in tests/bench/*.py; do $(BIN)/python $$script; done

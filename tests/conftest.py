@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -10,3 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def root():
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def processes():
+    "Real processes that need not import torch: each is a fork of one that has done so and nothing else."
+    multiprocessing.set_forkserver_preload(["dp_companion.cli", "dp_companion.workbench.training", "dp_companion.algorithms.privacy_engine", "papermill"])
+    return multiprocessing.get_context("forkserver")

@@ -1,4 +1,6 @@
 "The command line as a stranger meets it: help, JSON, one sentence and status 2."
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -6,16 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from dp_companion.cli import main
+
 SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
 
 
-def terminal(*words, cwd=None):
+def process(*words, cwd=None):
+    "Status, output and errors of the command in a process of its own."
     done = subprocess.run([sys.executable, "-c", "from dp_companion.cli import main; main()", *words], capture_output=True, text=True, cwd=cwd)
     return done.returncode, done.stdout, done.stderr
 
 
+def terminal(*words):
+    "The same in this process, which has imported everything already."
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end: main([*words])
+    return end.value.code, out.getvalue(), err.getvalue()
+
+
 def test_help_names_every_command():
-    status, out, _ = terminal("--help")
+    status, out, _ = process("--help")
     assert status == 0
     for command in ("reproduce", "run", "budget", "calibrate", "tables", "site", "data"): assert command in out
 
@@ -66,9 +78,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence(case, tmp_path):
+def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words, part = BAD[case]
-    status, out, err = terminal(*words, cwd=tmp_path)
+    status, out, err = terminal(*words)
     assert status == 2 and out == ""
     assert err.count("\n") == 1 and part in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
@@ -76,17 +89,20 @@ def test_bad_input_is_one_sentence(case, tmp_path):
 
 def test_run_refuses_an_unknown_name(tmp_path):
     (tmp_path/"spec.json").write_text(json.dumps({"sigma": 1}))
-    status, out, err = terminal("run", "spec.json", cwd=tmp_path)
-    assert status == 2 and "'sigma'" in err and [p.name for p in tmp_path.iterdir()] == ["spec.json"]
+    status, out, err = process("run", "spec.json", cwd=tmp_path)
+    assert status == 2 and out == "" and err.count("\n") == 1 and "'sigma'" in err and [p.name for p in tmp_path.iterdir()] == ["spec.json"]
 
 
-def test_run_trains_and_is_found(tmp_path):
+def test_run_trains_and_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     spec = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
                 target_epsilon=1., epochs=1, expected_batch_size=128, seed=0)
     (tmp_path/"spec.json").write_text(json.dumps(spec))
-    first, second = (terminal("run", "spec.json", "--json", cwd=tmp_path) for _ in range(2))
-    assert first[0] == 0 and json.loads(first[1]) == json.loads(second[1])
-    record = next((tmp_path/"runs").glob("*/record.json"))
+    first = terminal("run", "spec.json", "--json")
+    record, = (tmp_path/"runs").glob("*/record.json")
+    written = record.stat().st_mtime_ns
+    second = terminal("run", "spec.json", "--json")
+    assert first[0] == 0 and json.loads(first[1]) == json.loads(second[1]) and record.stat().st_mtime_ns == written
     record.write_text(record.read_text()[:-40])
-    status, out, err = terminal("run", "spec.json", cwd=tmp_path)
+    status, out, err = terminal("run", "spec.json")
     assert status == 2 and out == "" and err.count("\n") == 1 and "record must be whole" in err and Path(record).name in err

@@ -2,10 +2,7 @@
 import difflib
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -335,46 +332,43 @@ def test_secure_by_default_and_seeded_on_request():
     assert not torch.equal(end(secure_mode=None)[1], end(secure_mode=None)[1])
 
 
-RESUMED = '''
-import sys, time, torch
-from pathlib import Path
-from torch import nn
-sys.path.insert(0, "{tests}")
-from test_privacy_engine import *
-torch.set_num_threads(1)
-model = nn.Sequential(nn.Dropout(.2), *network())
-privacy, model, optimizer, loader = private(model=model, noise_schedule=SCHEDULES[2], clip_rule=GlobalAdapt(max_grad_norm=.5), kernels={{"1": "matrices"}})
-path = Path("checkpoint.pt")
-if path.exists(): privacy.load_checkpoint(path=path, module=model, optimizer=optimizer)
-for epoch in range(optimizer.epoch, 12):
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.CrossEntropyLoss()(model(x), y).backward()
-        optimizer.step()
-        privacy.save_checkpoint(path=path, module=model, optimizer=optimizer, checkpoint_dict={{"epoch": epoch}})
-        time.sleep(.02)
-report = privacy.budget(1e-4).to_dict()
-Path("record.json").write_text(json.dumps([report, weights(model).tolist(), optimizer.clip_rule.strict_max_grad_norm]))
-'''
+def resumed(folder):
+    "Twelve epochs from wherever the checkpoint in `folder` is; a process of the test below."
+    torch.set_num_threads(1)
+    model, path = nn.Sequential(nn.Dropout(.2), *network()), folder/"checkpoint.pt"
+    privacy, model, optimizer, loader = private(model=model, noise_schedule=SCHEDULES[2], clip_rule=GlobalAdapt(max_grad_norm=.5), kernels={"1": "matrices"})
+    if path.exists(): privacy.load_checkpoint(path=path, module=model, optimizer=optimizer)
+    for epoch in range(optimizer.epoch, 12):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+            privacy.save_checkpoint(path=path, module=model, optimizer=optimizer, checkpoint_dict={"epoch": epoch})
+            time.sleep(.02)
+    report = privacy.budget(1e-4).to_dict()
+    (folder/"record.json").write_text(json.dumps([report, weights(model).tolist(), optimizer.clip_rule.strict_max_grad_norm]))
 
 
-@pytest.mark.slow
-def test_a_killed_run_resumes_with_the_same_record(tmp_path):
+def test_a_killed_run_resumes_with_the_same_record(tmp_path, processes):
     def start(folder):
         folder.mkdir(exist_ok=True)
-        return subprocess.Popen([sys.executable, "-W", "ignore", "-c", RESUMED.format(tests=os.path.dirname(__file__))], cwd=folder)
-    assert start(tmp_path/"whole").wait() == 0
+        process = processes.Process(target=resumed, args=(folder,))
+        process.start()
+        return process
+    def ends(process):
+        process.join(300)
+        return process.exitcode
+    def written(folder): return (folder/"checkpoint.pt").stat().st_mtime_ns if (folder/"checkpoint.pt").exists() else 0
+    assert ends(start(tmp_path/"whole")) == 0
     killed = tmp_path/"killed"
     for wait in (.01, .3):
-        process, deadline = start(killed), time.time()+120
-        seen = (killed/"checkpoint.pt").stat().st_mtime_ns if (killed/"checkpoint.pt").exists() else 0
-        while process.poll() is None and time.time() < deadline and not ((killed/"checkpoint.pt").exists() and (killed/"checkpoint.pt").stat().st_mtime_ns != seen): time.sleep(.005)
+        seen, process, deadline = written(killed), start(killed), time.monotonic() + 120
+        while written(killed) == seen and process.is_alive() and time.monotonic() < deadline: time.sleep(.005)
         time.sleep(wait)
-        assert process.poll() is None
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        assert ends(process) == -signal.SIGKILL
     assert not (killed/"record.json").exists()
-    assert start(killed).wait() == 0
+    assert ends(start(killed)) == 0
     assert (killed/"record.json").read_bytes() == (tmp_path/"whole"/"record.json").read_bytes()
 
 
@@ -423,13 +417,12 @@ def share(rank, world, port, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_two_processes_stay_together(tmp_path):
+def test_two_processes_stay_together(tmp_path, processes):
     import socket
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(share, args=(2, port, str(tmp_path/"out")), nprocs=2)
+    mp.start_processes(share, args=(2, port, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
     (w0, n0, t0), (w1, n1, t1) = (torch.load(f"{tmp_path/'out'}.{rank}", weights_only=True) for rank in (0, 1))
     assert torch.equal(w0, w1) and t0 == t1 == 10 and len(n0) == len(n1) == 10
     assert .5 < (sum(n0)+sum(n1))/40 < 1.7

@@ -65,7 +65,6 @@ def test_engines_agree_in_float32(build):
     for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-5
 
 
-@pytest.mark.slow
 def test_engines_agree_on_resnet():
     found = gradients(opacus_resnet18, 4, torch.float64)
     for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
@@ -258,13 +257,12 @@ def share(rank, world, port, out):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_two_processes_take_the_step_of_one(tmp_path):
+def test_two_processes_take_the_step_of_one(tmp_path, processes):
     import socket
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(share, args=(2, port, str(tmp_path/"out")), nprocs=2)
+    mp.start_processes(share, args=(2, port, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
     x, y = batch(digits_cnn, 8, dtype=torch.float64)
     alone = step_for(network(digits_cnn, torch.float64), clip_rule=GlobalAdapt(strict_max_grad_norm=3.), generator=seeded(), noise_multiplier=1.)
     for _ in range(3): alone(LOSS, x, y)

@@ -2,23 +2,23 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
+
+from dp_companion.workbench.grid import run_grid
+from dp_companion.workbench.notebooks import execute_all
 
 KERNEL = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
 PAGE = ["x = 1 + 1\nx"]
-EXPERIMENT = ["profile = 'digits'\nruns = 'runs'", "from dp_companion.workbench.notebooks import saw\nsaw(profile=profile, runs=runs)",
-              """from dp_companion.workbench.grid import run_grid
+SPECS = """from dp_companion.workbench.grid import run_grid
 from dp_companion.workbench.records import RunSpec
 specs = [RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
-                 target_epsilon=1., epochs=3, expected_batch_size=128, seed=seed) for seed in range(3)]
-[r.final["test_accuracy"] for r in run_grid(specs, runs)]"""]
-CODE = """from pathlib import Path
-from dp_companion.workbench.notebooks import execute_all
-execute_all(Path("nbs"), Path("runs/notebooks/digits"), profile="digits", runs=Path("runs"))"""
+                 target_epsilon=1., epochs=3, expected_batch_size=128, seed=seed) for seed in range(3)]"""
+EXPERIMENT = ["profile = 'digits'\nruns = 'runs'", "from dp_companion.workbench.notebooks import saw\nsaw(profile=profile, runs=runs)",
+              f"{SPECS}\n[r.final['test_accuracy'] for r in run_grid(specs, runs, workers=1)]"]
 
 
 def notebook(path, sources):
@@ -33,40 +33,70 @@ def project(folder):
     return folder
 
 
-def start(folder): return subprocess.Popen([sys.executable, "-c", CODE], cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True)
+def execute(folder):
+    "What `make reproduce` executes, on one core."
+    os.chdir(folder)
+    execute_all(Path("nbs"), Path("runs/notebooks/digits"), profile="digits", runs=Path("runs"), workers=1)
+
+
+def start(processes, folder):
+    process = processes.Process(target=execute, args=(folder,))
+    process.start()
+    return process
+
+
+def kill(process):
+    "At once, with the kernels that it has started."
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for one in family: one.kill()
+    psutil.wait_procs(family[1:])
+
+
+def ends(process):
+    process.join(300)
+    return process.exitcode
+
+
 def records(folder): return {p.parent.name: p.read_bytes() for p in folder.glob("runs/*/record.json")}
+def written(folder): return {p: p.stat().st_mtime_ns for p in [*folder.glob("runs/*/record.json"), *folder.glob("runs/notebooks/digits/page.ipynb")]}
 
 
 @pytest.mark.slow
-def test_killed_anywhere_and_started_again_ends_the_same(tmp_path):
+def test_killed_anywhere_and_started_again_ends_the_same(tmp_path, processes):
     whole, killed = project(tmp_path/"whole"), project(tmp_path/"killed")
-    assert start(whole).wait() == 0
+    assert ends(start(processes, whole)) == 0
     assert len(records(whole)) == 3
-    for seconds in (4, 9): # before the first record, and between records
-        run = start(killed)
-        time.sleep(seconds)
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
-    assert start(killed).wait() == 0
+    seen = {}
+    for moment in ("runs/notebooks/digits/page.ipynb", "runs/*/record.json"): # before the first record, and between records
+        run, deadline = start(processes, killed), time.monotonic() + 120
+        while not list(killed.glob(moment)) and run.is_alive() and time.monotonic() < deadline: time.sleep(.01)
+        kill(run)
+        assert ends(run) == -signal.SIGKILL
+        assert seen.items() <= written(killed).items() # found, not made again
+        seen = written(killed)
+    assert len(seen) > 1
+    assert ends(start(processes, killed)) == 0
     assert records(killed) == records(whole)
+    assert seen.items() <= written(killed).items()
     assert sorted(p.name for p in (killed/"runs"/"notebooks"/"digits").rglob("*.ipynb")) == ["page.ipynb", "toy.ipynb"]
 
-    written = {p: p.stat().st_mtime_ns for p in whole.glob("runs/*/record.json")}
-    assert start(whole).wait() == 0 # everything is found
-    assert {p: p.stat().st_mtime_ns for p in whole.glob("runs/*/record.json")} == written
 
-
-def test_a_failing_experiment_is_one_sentence_and_no_page(tmp_path):
+def test_a_failing_experiment_is_one_sentence_and_no_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     notebook(tmp_path/"nbs"/"experiments"/"toy.ipynb", [*EXPERIMENT[:2], "1/0"])
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode and "notebook must run to its end, got ZeroDivisionError" in done.stderr
+    with pytest.raises(RuntimeError, match="notebook must run to its end, got ZeroDivisionError"): execute(tmp_path)
     assert not list(tmp_path.glob("runs/notebooks/**/*.ipynb"))
 
 
-def test_a_damaged_record_stops_the_page(tmp_path):
-    project(tmp_path)
-    assert start(tmp_path).wait() == 0
+def test_a_damaged_record_stops_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    notebook(tmp_path/"nbs"/"experiments"/"toy.ipynb", EXPERIMENT)
+    names = {}
+    exec(SPECS, names)
+    run_grid(names["specs"], workers=1)
     record = next(tmp_path.glob("runs/*/record.json"))
-    record.write_bytes(record.read_bytes().replace(b'"test_accuracy": 0.', b'"test_accuracy": 1.', 1))
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode and "record must be whole and unchanged, got another content than its digest says" in done.stderr
+    damaged = record.read_bytes().replace(b'"test_accuracy": 0.', b'"test_accuracy": 1.', 1)
+    assert damaged != record.read_bytes()
+    record.write_bytes(damaged)
+    with pytest.raises(RuntimeError, match="record must be whole and unchanged, got another content than its digest says"): execute(tmp_path)
+    assert not list(tmp_path.glob("runs/notebooks/**/*.ipynb"))

@@ -2,8 +2,7 @@
 import ast
 import subprocess
 import sys
-
-import pytest
+from pathlib import Path
 
 ROOMS = ["published", "figures", "budgets", "algorithms", "workbench", "audits", "cli"]
 
@@ -32,7 +31,24 @@ def test_a_line_that_points_back_is_seen(tmp_path):
     assert list(imported_rooms(module, tmp_path/"dp_companion")) == ["workbench", "budgets", "audits"]
 
 
-@pytest.mark.parametrize("name", ["dp_companion.budgets", "dp_companion.budgets.schedules", "dp_companion.budgets.decayed", "dp_companion.budgets.rdp", "dp_companion.budgets.certified", "dp_companion.cli"])
-def test_light_without_torch(name):
-    code = f"import sys, {name}; assert 'torch' not in sys.modules, 'torch was imported'"
-    subprocess.run([sys.executable, "-c", code], check=True)
+BUDGETS = [f"import dp_companion.budgets.{path.stem}" for path in sorted((Path(__file__).parent.parent/"dp_companion"/"budgets").glob("[a-z]*.py"))]
+LIGHT = [ # what is imported, one after the other, and what must not have come with it
+    ("import dp_companion, dp_companion.workbench.site", "torch nbdev sphinx pandas"),
+    ("import dp_companion.budgets.decayed", "torch scipy matplotlib pandas"),
+    ("import dp_companion.budgets.certified", "torch dp_accounting opacus scipy.stats"),
+    ("import dp_companion.cli", "torch"),
+    *((budget, "torch") for budget in BUDGETS),
+    ("import dp_companion.published as p; p.load()", "torch"),
+    ("import dp_companion.audits.bounds", "torch"),
+]
+CODE = """import sys
+for statement, heavy in {light}:
+    exec(statement)
+    came = [m for m in heavy.split() if m in sys.modules]
+    assert not came, (statement, came)"""
+
+
+def test_what_is_light_stays_light():
+    assert len(BUDGETS) > 8
+    done = subprocess.run([sys.executable, "-c", CODE.format(light=LIGHT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
