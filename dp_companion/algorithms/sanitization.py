@@ -6,12 +6,13 @@
 __all__ = ['CNN_FILTERS', 'SanitizationLayer', 'funnel', 'sanitization_cnn', 'sanitization_resnet18', 'freeze_below',
            'model_report']
 
-# %% ../../nbs/algorithms/sanitization.ipynb #1eca8dbf
+# %% ../../nbs/algorithms/sanitization.ipynb #7b909372
 import math
 from collections import OrderedDict
 from typing import Literal
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..budgets.certified import BudgetReport
@@ -24,7 +25,7 @@ def _drawn(like, generator, fill):
     where = like.device if generator is None else generator.device
     return fill(torch.empty(like.shape, dtype=like.dtype, device=where)).to(like.device)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #e0f942bd
+# %% ../../nbs/algorithms/sanitization.ipynb #70daa4bc
 class SanitizationLayer(nn.Module):
     "Clip, noise and dropout on the rows of a batch (paper sanitization, Algorithm 1)."
     def __init__(self,
@@ -44,7 +45,6 @@ class SanitizationLayer(nn.Module):
     def clip(self)->float: # C, finite, > 0
         "The bound on each element; may be set between epochs."
         return self._clip
-
     @clip.setter
     def clip(self, value): self._clip = float(_real("clip", value))
 
@@ -57,30 +57,35 @@ class SanitizationLayer(nn.Module):
     def set_extra_state(self, state): self.clip = state["clip"]
     def extra_repr(self): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
 
-    def dropped(self, rows:Tensor)->Tensor:
-        "Rows with some elements at +0, the others over 1-p."
-        if not self.dropout: return rows
-        kept = _drawn(rows.detach(), self.generator, lambda t: t.bernoulli_(1 - self.dropout, generator=self.generator)) > 0
-        return torch.where(kept, rows/(1 - self.dropout), 0.)
+# %% ../../nbs/algorithms/sanitization.ipynb #b931f552
+@patch
+def dropped(self:SanitizationLayer, rows:Tensor)->Tensor:
+    "Rows with some elements at +0, the others over 1-p."
+    if not self.dropout: return rows
+    kept = _drawn(rows.detach(), self.generator, lambda t: t.bernoulli_(1 - self.dropout, generator=self.generator)) > 0
+    return torch.where(kept, rows/(1 - self.dropout), 0.)
 
-    def forward(self,
-        rows:Tensor, # (batch, width)
-    )->Tensor: # (batch, width): sanitized in training, clipped in evaluation
-        "One released row per record (paper sanitization, Algorithm 1)."
-        if rows.dim() != 2 or rows.shape[1] != self.width: raise ValueError(f"width must be that of the rows, one row per record, got width={self.width} for an input of shape {tuple(rows.shape)}")
-        rows = rows.nan_to_num(nan=0.)
-        if not self.training: return rows.clamp(-self.clip, self.clip)
-        if self.dropout_position == "before": rows = self.dropped(rows)
-        rows = rows.clamp(-self.clip, self.clip)
-        rows = rows + _drawn(rows.detach(), self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
-        return self.dropped(rows) if self.dropout_position == "after" else rows
+@patch
+def forward(self:SanitizationLayer,
+    rows:Tensor, # (batch, width)
+)->Tensor: # (batch, width): sanitized in training, clipped in evaluation
+    "One released row per record (paper sanitization, Algorithm 1)."
+    if rows.dim() != 2 or rows.shape[1] != self.width: raise ValueError(f"width must be that of the rows, one row per record, got width={self.width} for an input of shape {tuple(rows.shape)}")
+    rows = rows.nan_to_num(nan=0.)
+    if not self.training: return rows.clamp(-self.clip, self.clip)
+    if self.dropout_position == "before": rows = self.dropped(rows)
+    rows = rows.clamp(-self.clip, self.clip)
+    rows = rows + _drawn(rows.detach(), self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
+    return self.dropped(rows) if self.dropout_position == "after" else rows
 
-    def release(self,
-        releases:int, # Epochs, or steps for known Poisson batches
-        **rest, # rows, sample_rate: as `RowRelease` takes them
-    )->RowRelease:
-        "What this layer releases of one record, for the budget."
-        return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, **rest)
+# %% ../../nbs/algorithms/sanitization.ipynb #17c0867b
+@patch
+def release(self:SanitizationLayer,
+    releases:int, # Epochs, or steps for known Poisson batches
+    **rest, # rows, sample_rate: as `RowRelease` takes them
+)->RowRelease:
+    "What this layer releases of one record, for the budget."
+    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, **rest)
 
 # %% ../../nbs/algorithms/sanitization.ipynb #69bc34c8
 def _parts(below, sanitization, width, head):
