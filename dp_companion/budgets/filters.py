@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 
 import numpy as np
+from fastcore.basics import patch
 
 from .events import MechanismEvent, gaussian_events
 from .rdp import ORDERS, calibrate_noise_multiplier, rdp_of_events, rdp_sampled_gaussian, rdp_to_epsilon
@@ -60,10 +61,12 @@ def same_batch(
 # %% ../../nbs/budgets/filters.ipynb #4b75c547
 @lru_cache(maxsize=65536)
 def _curve(noise_multiplier, sample_rate, orders):
+    "The divergences of one step; frozen, since every caller gets the same array."
     curve = rdp_sampled_gaussian(noise_multiplier, sample_rate, np.array(orders))
     curve.flags.writeable = False
     return curve
 
+# %% ../../nbs/budgets/filters.ipynb #37b64638
 class Ledger:
     "Rényi sums of the steps that ran, at fixed orders with fixed shares of delta."
     at_all_times = False
@@ -76,30 +79,6 @@ class Ledger:
         self.shares, self.delta = {float(order): float(w) for order, w in shares.items()}, delta
         self.offsets = order_offsets(self.shares, delta=delta, at_all_times=self.at_all_times)
         self.sums, self.events = np.zeros(len(self.shares)), []
-
-    def _after(self, events):
-        orders = tuple(self.shares)
-        return sum((e.steps*_curve(e.noise_multiplier, e.sample_rate, orders) for e in events if e.steps), self.sums)
-
-    def _reading(self, sums): return max(0.0, float((sums + self.offsets).min())) if sums.any() else 0.0
-
-    def after(self,
-        *events:MechanismEvent, # From different batches; for one batch use `same_batch`
-    )->float: # epsilon (nats)
-        "What the reading would be if these ran now."
-        return self._reading(self._after(events))
-
-    @property
-    def spent(self)->float: # epsilon (nats); 0 before the first step
-        "The reading."
-        return self._reading(self.sums)
-
-    def _add(self, events, sums):
-        self.sums = sums
-        for e in events:
-            last = self.events[-1] if self.events else None
-            if last and replace(last, steps=0) == replace(e, steps=0): self.events[-1] = replace(e, steps=last.steps + e.steps)
-            elif e.steps: self.events.append(e)
 
     def to_dict(self)->dict: # Plain JSON values
         "All that is needed to go on after an interruption, to the last bit."
@@ -114,6 +93,38 @@ class Ledger:
         ledger = cls(dict(map(tuple, saved["shares"])), **rest)
         ledger.sums, ledger.events = np.array(saved["sums"]), [MechanismEvent(**e) for e in saved["events"]]
         return ledger
+
+# %% ../../nbs/budgets/filters.ipynb #976f04e8
+@patch
+def _after(self:Ledger, events):
+    "The sums if these ran now."
+    orders = tuple(self.shares)
+    return sum((e.steps*_curve(e.noise_multiplier, e.sample_rate, orders) for e in events if e.steps), self.sums)
+
+@patch
+def _reading(self:Ledger, sums): return max(0.0, float((sums + self.offsets).min())) if sums.any() else 0.0
+
+@patch
+def after(self:Ledger,
+    *events:MechanismEvent, # From different batches; for one batch use `same_batch`
+)->float: # epsilon (nats)
+    "What the reading would be if these ran now."
+    return self._reading(self._after(events))
+
+@patch(as_prop=True)
+def spent(self:Ledger)->float: # epsilon (nats); 0 before the first step
+    "The reading."
+    return self._reading(self.sums)
+
+# %% ../../nbs/budgets/filters.ipynb #b21d2313
+@patch
+def _add(self:Ledger, events, sums):
+    "Take over sums that were asked for with these events."
+    self.sums = sums
+    for e in events:
+        last = self.events[-1] if self.events else None
+        if last and replace(last, steps=0) == replace(e, steps=0): self.events[-1] = replace(e, steps=last.steps + e.steps)
+        elif e.steps: self.events.append(e)
 
 # %% ../../nbs/budgets/filters.ipynb #a24d59a0
 class RenyiOdometer(Ledger):
@@ -141,69 +152,78 @@ class RenyiFilter(Ledger):
         self.limits = target_epsilon*(1 - 1e-9) - self.offsets # (orders,) what each Rényi sum may reach
         if not (self.limits > 0).any(): raise ValueError(f"target_epsilon must be above {self.offsets.min():.4g}, what conversion alone takes at these orders, got target_epsilon={target_epsilon}")
 
-    @classmethod
-    def planned(cls,
-        plan:PoissonPlan, # The run that is expected; public
-        *,
-        target_epsilon:float, # epsilon (nats); > 0
-        delta:float, # In (0, 1)
-        spread:float=0., # Part of delta for other orders than the planned one
-    )->"RenyiFilter":
-        "A filter at the best order of a planned run."
-        target = dict(target_epsilon=target_epsilon, delta=delta)
-        return cls(planned_orders(plan, spread=spread, **target), **target)
-
-    def allows(self,
-        *events:MechanismEvent, # What would run next, from different batches
-    )->bool:
-        "Whether these may run; counts nothing."
-        return bool((self._after(events) <= self.limits).any())
-
-    def request(self,
-        *events:MechanismEvent, # What is to run next, from different batches
-    )->bool: # True: counted, run it; False: nothing was counted, do not run it
-        "Ask before a step."
-        sums = self._after(events)
-        if not (sums <= self.limits).any(): return False
-        self._add(events, sums)
-        return True
-
-    @property
-    def left(self)->float: # epsilon (nats), in [0, target_epsilon]
-        "What remains of the target."
-        return max(0.0, self.target_epsilon - self.spent)
-
-    @property
-    def fraction_left(self)->float: # In [0, 1]
-        "What remains of the Rényi limit, at the order that has most; for equal steps it falls evenly."
-        usable = self.limits > 0
-        return max(0.0, 1 - float((self.sums[usable]/self.limits[usable]).min()))
-
-    def steps_left(self,
-        noise_multiplier:float, # sigma of each
-        *,
-        sample_rate:float, # q of each, in (0, 1]
-    )->int:
-        "How many more equal steps would be allowed, up to a billion."
-        one = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=1)
-        curve = _curve(float(noise_multiplier), float(sample_rate), tuple(self.shares))
-        most = ((self.limits - self.sums)/np.maximum(curve, 1e-300)).max()
-        count = max(0, math.floor(min(most, 1e9)))
-        while count and not self.allows(replace(one, steps=count)): count -= 1 # rounding, at most once or twice
-        return count
-
-    def least_noise_multiplier(self,
-        *,
-        sample_rate:float, # q, in (0, 1]
-        steps:int=1, # How many equal steps are to fit
-    )->float: # sigma; `inf` where no noise is enough
-        "The least noise with which so many steps would still be allowed, within one part in a million."
-        def fits(sigma): return self.allows(MechanismEvent(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps))
-        low, high = 1e-3, 1e6
-        if not fits(high): return math.inf
-        while high > low*(1 + 1e-6):
-            middle = math.sqrt(low*high)
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return high
-
     def to_dict(self): return super().to_dict() | {"target_epsilon": self.target_epsilon}
+
+# %% ../../nbs/budgets/filters.ipynb #aa5a1b75
+@patch(cls_method=True)
+def planned(cls:RenyiFilter,
+    plan:PoissonPlan, # The run that is expected; public
+    *,
+    target_epsilon:float, # epsilon (nats); > 0
+    delta:float, # In (0, 1)
+    spread:float=0., # Part of delta for other orders than the planned one
+)->RenyiFilter:
+    "A filter at the best order of a planned run."
+    target = dict(target_epsilon=target_epsilon, delta=delta)
+    return cls(planned_orders(plan, spread=spread, **target), **target)
+
+# %% ../../nbs/budgets/filters.ipynb #68f8d0cb
+@patch
+def allows(self:RenyiFilter,
+    *events:MechanismEvent, # What would run next, from different batches
+)->bool:
+    "Whether these may run; counts nothing."
+    return bool((self._after(events) <= self.limits).any())
+
+@patch
+def request(self:RenyiFilter,
+    *events:MechanismEvent, # What is to run next, from different batches
+)->bool: # True: counted, run it; False: nothing was counted, do not run it
+    "Ask before a step."
+    sums = self._after(events)
+    if not (sums <= self.limits).any(): return False
+    self._add(events, sums)
+    return True
+
+# %% ../../nbs/budgets/filters.ipynb #254b1437
+@patch(as_prop=True)
+def left(self:RenyiFilter)->float: # epsilon (nats), in [0, target_epsilon]
+    "What remains of the target."
+    return max(0.0, self.target_epsilon - self.spent)
+
+@patch(as_prop=True)
+def fraction_left(self:RenyiFilter)->float: # In [0, 1]
+    "What remains of the Rényi limit, at the order that has most; for equal steps it falls evenly."
+    usable = self.limits > 0
+    return max(0.0, 1 - float((self.sums[usable]/self.limits[usable]).min()))
+
+# %% ../../nbs/budgets/filters.ipynb #216ad510
+@patch
+def steps_left(self:RenyiFilter,
+    noise_multiplier:float, # sigma of each
+    *,
+    sample_rate:float, # q of each, in (0, 1]
+)->int:
+    "How many more equal steps would be allowed, up to a billion."
+    one = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=1)
+    curve = _curve(float(noise_multiplier), float(sample_rate), tuple(self.shares))
+    most = ((self.limits - self.sums)/np.maximum(curve, 1e-300)).max()
+    count = max(0, math.floor(min(most, 1e9)))
+    while count and not self.allows(replace(one, steps=count)): count -= 1 # rounding, at most once or twice
+    return count
+
+# %% ../../nbs/budgets/filters.ipynb #7302f61f
+@patch
+def least_noise_multiplier(self:RenyiFilter,
+    *,
+    sample_rate:float, # q, in (0, 1]
+    steps:int=1, # How many equal steps are to fit
+)->float: # sigma; `inf` where no noise is enough
+    "The least noise with which so many steps would still be allowed, within one part in a million."
+    def fits(sigma): return self.allows(MechanismEvent(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps))
+    low, high = 1e-3, 1e6
+    if not fits(high): return math.inf
+    while high > low*(1 + 1e-6):
+        middle = math.sqrt(low*high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import ClassVar, Literal
 
 import numpy as np
+from fastcore.basics import patch
 
 # %% ../../nbs/budgets/schedules.ipynb #a5a2e190
 def _real(
@@ -64,29 +65,35 @@ class Schedule:
         "Factor of `initial` at each index."
         raise NotImplementedError(f"{type(self).__name__} must define factor(index)")
 
-    def _values(self, index):
-        values = self.initial*self.factor(index)
-        if not (values > 0).all():
-            raise ValueError(f"initial must be large enough to stay > 0 at index {index[-1]}, got initial={self.initial}")
-        return values
+# %% ../../nbs/budgets/schedules.ipynb #dab9448d
+@patch
+def _values(self:Schedule, index):
+    "The values at these indices; one that vanishes is an error."
+    values = self.initial*self.factor(index)
+    if not (values > 0).all(): raise ValueError(f"initial must be large enough to stay > 0 at index {index[-1]}, got initial={self.initial}")
+    return values
 
-    def at(self,
-        epoch:int, # Epoch (or step, for `unit="step"`), from 0
-    )->float: # Value there
-        "The value at one index; equal to the same entry of `values`."
-        return float(self._values(np.array([_whole("epoch", epoch, 0)]))[0])
+@patch
+def at(self:Schedule,
+    epoch:int, # Epoch (or step, for `unit="step"`), from 0
+)->float: # Value there
+    "The value at one index; equal to the same entry of `values`."
+    return float(self._values(np.array([_whole("epoch", epoch, 0)]))[0])
 
-    def values(self,
-        epochs:int, # How many epochs (or steps, for `unit="step"`); >= 0
-    )->np.ndarray: # (epochs,)
-        "The values at indices 0 to `epochs` - 1."
-        return self._values(np.arange(_whole("epochs", epochs, 0)))
+@patch
+def values(self:Schedule,
+    epochs:int, # How many epochs (or steps, for `unit="step"`); >= 0
+)->np.ndarray: # (epochs,)
+    "The values at indices 0 to `epochs` - 1."
+    return self._values(np.arange(_whole("epochs", epochs, 0)))
 
-    def rescaled(self,
-        initial:float, # The new value at index 0; finite, > 0
-    )->"Schedule":
-        "The same shape from another initial value."
-        return replace(self, initial=initial)
+# %% ../../nbs/budgets/schedules.ipynb #8a6b0e24
+@patch
+def rescaled(self:Schedule,
+    initial:float, # The new value at index 0; finite, > 0
+)->Schedule:
+    "The same shape from another initial value."
+    return replace(self, initial=initial)
 
 # %% ../../nbs/budgets/schedules.ipynb #fe0c40ea
 @dataclass(frozen=True, kw_only=True)
@@ -192,21 +199,25 @@ class PoissonPlan:
         "How many optimizer steps there are."
         return self.epochs*self.dataset_size//self.expected_batch_size
 
-    def epoch_of(self,
-        step:int, # t, from 0
-    )->int: # e = floor(t b/n)
-        "The epoch that a step belongs to, in integer arithmetic."
-        return _whole("step", step, 0)*self.expected_batch_size//self.dataset_size
+# %% ../../nbs/budgets/schedules.ipynb #0877009e
+@patch
+def epoch_of(self:PoissonPlan,
+    step:int, # t, from 0
+)->int: # e = floor(t b/n)
+    "The epoch that a step belongs to, in integer arithmetic."
+    return _whole("step", step, 0)*self.expected_batch_size//self.dataset_size
 
-    @property
-    def steps_per_epoch(self)->np.ndarray: # (epochs,) whole numbers that sum to `steps`
-        "How many steps each epoch has."
-        first = -(-np.arange(self.epochs + 1)*self.dataset_size//self.expected_batch_size) # ceil(e n/b): first step of epoch e
-        return np.diff(np.minimum(first, self.steps))
+@patch(as_prop=True)
+def steps_per_epoch(self:PoissonPlan)->np.ndarray: # (epochs,) whole numbers that sum to `steps`
+    "How many steps each epoch has."
+    first = -(-np.arange(self.epochs + 1)*self.dataset_size//self.expected_batch_size) # ceil(e n/b): first step of epoch e
+    return np.diff(np.minimum(first, self.steps))
 
-    def per_step(self,
-        schedule:Schedule, # Counts epochs or steps, as its `unit` says
-    )->np.ndarray: # (steps,) the value at each step
-        "The value of a schedule at every step."
-        if schedule.unit == "step": return schedule.values(self.steps)
-        return np.repeat(schedule.values(self.epochs), self.steps_per_epoch)
+# %% ../../nbs/budgets/schedules.ipynb #0281bc64
+@patch
+def per_step(self:PoissonPlan,
+    schedule:Schedule, # Counts epochs or steps, as its `unit` says
+)->np.ndarray: # (steps,) the value at each step
+    "The value of a schedule at every step."
+    if schedule.unit == "step": return schedule.values(self.steps)
+    return np.repeat(schedule.values(self.epochs), self.steps_per_epoch)

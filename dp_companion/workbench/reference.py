@@ -86,8 +86,8 @@ def module_members(
     members = {}
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef|ast.ClassDef): continue
-        owner = _code(node.args.args[0].annotation)+"." if "patch" in map(_code, node.decorator_list) else ""
-        if not owner and (node.name not in shown[0] if shown else node.name[0] == "_"): continue
+        owner = _code(node.args.args[0].annotation)+"." if any(_code(d).split("(")[0] == "patch" for d in node.decorator_list) else ""
+        if node.name[0] == "_" if owner or not shown else node.name not in shown[0]: continue
         members[owner+node.name] = node
         if isinstance(node, ast.ClassDef):
             members |= {f"{node.name}.{m.name}": m for m in node.body if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
