@@ -1,0 +1,201 @@
+"Broken engines: each is the real code with one expression changed, and the suite of checks that a correct engine passes."
+import inspect
+import sys
+import textwrap
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dp_companion.algorithms import clipping, private_optimizer, private_step
+from dp_companion.algorithms.book_keeping import Book
+from dp_companion.algorithms.clipping import Flat, GlobalAdapt, GroupAdaptive
+from dp_companion.algorithms.engines import RuledGhost, RuledOptimizer
+from dp_companion.algorithms.noise import GaussianNoise
+from dp_companion.audits.invariants import by_size, attacked_step, check_rule, check_step, relation_distance, still_buffers, unmixed_records
+from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
+from dp_companion.budgets import certified
+from dp_companion.budgets.schedules import Constant, PoissonPlan
+from dp_companion.workbench import models, training
+from dp_companion.workbench.datasets import Dataset
+from dp_companion.workbench.models import build_model
+from dp_companion.workbench.records import RunSpec
+
+
+# Patches
+
+@dataclass(frozen=True)
+class Patch:
+    "Expressions of one real function, changed; an error where one is not there exactly once."
+    owner: object  # A class or a module
+    attribute: str
+    old: str
+    new: str
+    also: tuple = ()  # Further (old, new)
+
+    @property
+    def found(self): return inspect.getattr_static(self.owner, self.attribute)
+
+    @contextmanager
+    def planted(self):
+        original = self.found
+        function, changed = getattr(original, "fget", original), {}
+        source = textwrap.dedent(inspect.getsource(function))
+        for old, new in ((self.old, self.new), *self.also):
+            if source.count(old) != 1: raise LookupError(f"old must be once in {self.attribute}, got it {source.count(old)} times: {old!r}")
+            source = source.replace(old, new)
+        exec(source, vars(sys.modules[function.__module__]), changed)
+        holders = [self.owner] if inspect.isclass(self.owner) else [m for name, m in sys.modules.items() if name.startswith("dp_companion") and vars(m).get(self.attribute) is original]
+        for holder in holders: setattr(holder, self.attribute, changed[self.attribute])
+        try: yield
+        finally:
+            for holder in holders: setattr(holder, self.attribute, original)
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    sentence: str
+    place: str  # The first of `PLACES` where it shows
+    check: str  # The check that catches it there
+    patches: tuple
+
+    @contextmanager
+    def planted(self):
+        with ExitStack() as stack:
+            for patch in self.patches: stack.enter_context(patch.planted())
+            yield self
+
+
+# What a correct engine passes
+
+def small_run(seed, rule, **constants):
+    "A run of 40 steps on blank images, with noise that hides them, and its data."
+    labels = torch.arange(40) % 10
+    data = Dataset(name="digits", train_images=torch.zeros(40, 1, 8, 8), train_labels=labels, test_images=torch.zeros(2, 1, 8, 8), test_labels=labels[:2], classes=10, source="blank")
+    return RunSpec(paper="global_adapt_v2", method="none", dataset="digits", model="mnist_cnn", clip_rule=rule, noise_multiplier=100., decay="step", decay_rate=.25, drop_every=1,
+                   accounting="as_printed", target_epsilon=1., epochs=4, expected_batch_size=4, seed=seed, **constants), data
+
+
+def model_checks(seed):
+    "The small ShuffleNet as the workbench builds it, and a layer with running statistics."
+    images, labels = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(seed)), torch.tensor([0, 1, 0, 1])
+    model, running = build_model("small_shufflenet", seed=seed, image_size=8), nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
+    return unmixed_records(model, images), still_buffers(model, nn.CrossEntropyLoss(), images, labels), still_buffers(running, nn.CrossEntropyLoss(), images, labels)
+
+
+def attacks(seed):
+    "A step at its own events, and one with noisy counts at the events of a loop's ledger."
+    counting = GlobalAdapt(count_noise=.5)
+    loop = Loop(counting, plan=PoissonPlan(dataset_size=3, expected_batch_size=3, epochs=1), noise_schedule=Constant(initial=4.), seed=seed)
+    loop.run()
+    return attacked_step(FLAT, noise_multiplier=.5, seed=seed), attacked_step(counting, noise_multiplier=4., events=loop.privacy.accountant.events, draws=100, seed=seed)
+
+
+FLAT, COUNTING, GROUPS = Flat(max_grad_norm=2.), GlobalAdapt(max_grad_norm=2., count_noise=.5), GroupAdaptive(num_groups=4, max_grad_norm=2., count_noise=.1)
+
+PLACES = {  # name -> checks at a seed
+    "rule": lambda seed: check_rule(FLAT) + check_rule(COUNTING, seed=seed) + check_rule(GROUPS, seed=seed),
+    "step": lambda seed: check_step(FLAT, seed=seed),
+    "step, hooks": lambda seed: check_step(FLAT, seed=seed, engine="hooks"),
+    "step, ghost": lambda seed: check_step(FLAT, seed=seed, engine="ghost"),
+    "step, counts": lambda seed: check_step(COUNTING, seed=seed),
+    "step, groups": lambda seed: check_step(GROUPS, seed=seed),
+    "loop": lambda seed: check_loop(FLAT, seed=seed),
+    "loop, counts": lambda seed: check_loop(COUNTING, seed=seed),
+    "run": lambda seed: check_run(*small_run(seed, "flat")),
+    "run, counts": lambda seed: check_run(*small_run(seed, "global_adapt", strict_max_grad_norm=10.)),
+    "model": model_checks,
+    "relation": lambda seed: (relation_distance(FLAT, seed=seed),),
+    "attack": attacks,
+}
+
+
+def checks_at(place, seed):
+    "The checks of one place; a step that raises is one that fails."
+    try: return PLACES[place](seed)
+    except (ValueError, RuntimeError) as error: return by_size(f"the engine runs, got {type(error).__name__}: {error}", 1, 0),
+
+
+def failures(places=PLACES, seed=0):
+    "(place, check) of all checks that fail."
+    return [(place, check) for place in places for check in checks_at(place, seed) if not check.holds]
+
+
+# The zoo
+
+SCALE, RECORD, SUM = "noise has its scheduled scale", "one record moves the sum by at most the sensitivity", "the divisor is public"
+QUERIES, APPLIED, POISSON = "every query is in the events", "the applied noise is the accounted one", "batches are Poisson samples"
+RAW, COUNTS, STATED = "the rule does not depend on raw norms", "counts have the noise that the rule states", "the rule lets at most its sensitivity through"
+STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, private_optimizer.PoissonBatches
+LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
+LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
+NO_REFUSAL = Patch(private_step, "check_model", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
+BATCH_NORM = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs)")
+BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs, track_running_stats=False)")
+
+ZOO = [
+    Bug("noise at two thirds", "Noise has 2/3 of its scale.", "step", SCALE,
+        (Patch(GaussianNoise, "fill_", "self.key(), std)", "self.key(), 2/3*std)"),)),
+    Bug("noise without the bound", "Noise is not scaled by the clipping bound.", "step", SCALE,
+        (Patch(STEP, "draw_noise", "self.step_multiplier*self.sensitivity/", "self.step_multiplier/"),)),
+    Bug("noise reused", "Every step draws its noise from the same key.", "step", "noises are uncorrelated",
+        (Patch(GaussianNoise, "key", "generator=self.generator", "generator=torch.Generator().manual_seed(0)"),)),
+    Bug("layer not clipped", "One layer is added up unscaled.", "step", RECORD,
+        (Patch(STEP, "accumulate", "losses = self", "self.engine.flat.share = 1/self.expected_batch_size; losses = self"),
+         Patch(Book, "add", "scales.to(slot.flat.dtype)", "(torch.full_like(scales, self.flat.share) if slot is self.pages[-1][0] else scales)"))),
+    Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
+        (Patch(Book, "norms", "part in self.pages]", "part in self.pages[1:]]"),)),
+    Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,
+        (Patch(RuledOptimizer, "clip_and_accumulate", "g.flatten(1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"),)),
+    Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
+        (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"),)),
+    Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
+        (Patch(OPTIMIZER, "begin_pass", "self.drop()", "pass"),)),
+    Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
+        (Patch(STEP, "begin", "True, False, []", "True, self.is_begun and self.has_noise, []"),)),
+    Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
+        (Patch(BATCHES, "__iter__", "optimizer.begin_pass()", "optimizer.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(optimizer.plan.dataset_size)",
+               (("poisson_batch(optimizer.plan, self.source.key(), *share)", "order[_*optimizer.expected_batch_size:][:optimizer.expected_batch_size].tolist()"),)),)),
+    Bug("fixed-size batches", "The loader draws exactly b records.", "loop", POISSON,
+        (Patch(private_optimizer, "poisson_batch", "np.flatnonzero(bits < np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))", "np.argsort(bits)[:plan.expected_batch_size]"),)),
+    Bug("shuffled batches, trainer", "The trainer shuffles; Poisson batches are accounted.", "run", POISSON,
+        (Patch(training, "epoch", "UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))",
+               "torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.plan.expected_batch_size)"),)),
+    Bug("realised batch size", "The sum is divided by the number of samples that came.", "step", SUM,
+        (Patch(STEP, "accumulate", "found[1]/self.expected_batch_size", "found[1]/len(norms)"),)),
+    Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step", "an empty batch moves by noise",
+        (Patch(STEP, "finish", "self.optimizer.step()", "self.optimizer.step() if self.seen else None"),)),
+    Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop", POISSON,
+        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []"),)),
+    Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
+        (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
+    Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
+        (Patch(private_step, "check_buffers", "name not in now or not torch.equal(now[name], value)", "False"),)),
+    Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
+        (Patch(OPTIMIZER, "begin", "self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),))",
+               "(MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)"),)),
+    Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
+        (Patch(training, "budget_report", "rule_at(spec, 0).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
+    Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,
+        (Patch(clipping.CountingRule, "update", "counts + self.count_noise*noise", "counts"),)),
+    Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.", "step, groups", SCALE,
+        (Patch(STEP, "scales", "self.draw_noise()", "self.present = groups; self.draw_noise()"),
+         Patch(STEP, "draw_noise", "self.clip_rule.sensitivity", "max(self.clip_rule.group_bounds[k] for k in self.present) if self.counts_first and hasattr(self, 'present') else self.clip_rule.sensitivity"))),
+    Bug("late schedule", "The applied multiplier is that of the epoch before.", "loop", APPLIED,
+        (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
+    Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and takes down the right one.", "run", APPLIED,
+        (Patch(training, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}"),)),
+    Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
+        (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
+    Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
+        (Patch(certified, "_composed", "NeighboringRelation[neighbouring_relation.upper()]", "NeighboringRelation.ADD_OR_REMOVE_ONE"),)),
+    Bug("threshold of raw norms", "Global-Adapt's threshold is the batch's largest norm.", "step, counts", RAW,
+        (Patch(clipping.CountingRule, "update", "self.with_noisy_counts(counts + self.count_noise*noise, expected_batch_size=expected_batch_size)",
+               "replace(self, strict_max_grad_norm=float(norms.max().clamp(min=1e-3)) if len(norms) else self.strict_max_grad_norm) if isinstance(self, Global) else self"),)),
+    Bug("bound of raw norms", "The clipping bound is the batch's median norm.", "step", RAW,
+        (Patch(STEP, "scales", "self.draw_noise()", "self.clip_rule = __import__('dataclasses').replace(self.clip_rule, max_grad_norm=float(norms.median().clamp(min=1e-3))); self.draw_noise()"),)),
+]
+
+ATTACKED = {"noise at two thirds", "noise without the bound", "noise reused", "layer not clipped", "count unaccounted", "count without noise"}  # what the small attack sees too
