@@ -17,8 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from dp_companion.workbench.drafts import read_inputs
 from dp_companion.workbench.pages import SiteError
-from dp_companion.workbench.site import build_site, inputs_hash, read_inputs
+from dp_companion.workbench.site import build_site, inputs_hash
 
 REPO = Path(__file__).resolve().parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)

@@ -38,17 +38,6 @@ def precision_sum(
     if isinstance(schedule, TimeDecay): return E + R*E*(E - 1)/2
     return schedule.drop_every*_geometric_sum(R, E//schedule.drop_every)
 
-# %% ../../nbs/budgets/decayed.ipynb #b4cd4929
-def _check_closed_form(schedule, epochs):
-    "Return `epochs` when the paper has a formula for this schedule."
-    _word("schedule", type(schedule).__name__, ("Constant", "LinearDecay", "TimeDecay", "StepDecay"))
-    if schedule.unit != "epoch": raise ValueError(f"unit must be epoch for the paper's formulas, got unit={schedule.unit}; use formula=as_derived")
-    if getattr(schedule, "decay_of", "variance") != "variance": raise ValueError("decay_of must be variance for the paper's formulas, got decay_of=value; use formula=as_derived")
-    if isinstance(schedule, StepDecay) and epochs % schedule.drop_every:
-        raise ValueError(f"epochs must be divisible by drop_every={schedule.drop_every} for the paper's formulas, got epochs={epochs}")
-    return epochs
-
-# %% ../../nbs/budgets/decayed.ipynb #fde77b1a
 def smallest_variance(
     schedule:Schedule, # Noise multiplier by epoch; none, linear, time or step
     epochs:int, # E, epochs
@@ -60,6 +49,16 @@ def smallest_variance(
     if isinstance(schedule, LinearDecay): return R**(E - 1)
     if isinstance(schedule, TimeDecay): return 1/(1 + R*(E - 1))
     return R**(E//schedule.drop_every - 1)
+
+# %% ../../nbs/budgets/decayed.ipynb #b4cd4929
+def _check_closed_form(schedule, epochs):
+    "Return `epochs` when the paper has a formula for this schedule."
+    _word("schedule", type(schedule).__name__, ("Constant", "LinearDecay", "TimeDecay", "StepDecay"))
+    if schedule.unit != "epoch": raise ValueError(f"unit must be epoch for the paper's formulas, got unit={schedule.unit}; use formula=as_derived")
+    if getattr(schedule, "decay_of", "variance") != "variance": raise ValueError("decay_of must be variance for the paper's formulas, got decay_of=value; use formula=as_derived")
+    if isinstance(schedule, StepDecay) and epochs % schedule.drop_every:
+        raise ValueError(f"epochs must be divisible by drop_every={schedule.drop_every} for the paper's formulas, got epochs={epochs}")
+    return epochs
 
 # %% ../../nbs/budgets/decayed.ipynb #c6021cdb
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,6 @@ def _formula_sum(schedule, epochs, formula):
     printed_step = formula == "as_printed" and isinstance(schedule, StepDecay)
     return precision_sum(schedule, epochs)/(schedule.drop_every**2 if printed_step else 1)
 
-# %% ../../nbs/budgets/decayed.ipynb #12d0101f
 def _paper_total(
     schedule:Schedule, # Noise multiplier by epoch
     plan:PoissonPlan, # n, b and E
@@ -115,7 +113,6 @@ def _worst(
     def margin(p): return abs(p.value - p.bound)*(1 if p.holds else -1)
     return min(preconditions, key=margin)
 
-# %% ../../nbs/budgets/decayed.ipynb #ce1bc045
 def _preconditions(
     schedule:Schedule, # Noise multiplier by epoch or by step
     plan:PoissonPlan, # n, b and E
@@ -161,7 +158,6 @@ def _claimed_rho(target_epsilon, delta, formula):
     read = formula == "as_printed" and (target_epsilon, delta) == (1, 1e-5)
     return FIGURE_9_READING if read else epsilon_to_rho(target_epsilon, delta=delta)
 
-# %% ../../nbs/budgets/decayed.ipynb #873bf4a7
 def _derived_initial(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
