@@ -89,7 +89,7 @@ def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)-
     if b is None: raise ValueError("expected_batch_size must be given where the data loader has no batch_size, got expected_batch_size=None")
     return PoissonPlan(dataset_size=len(data_loader.dataset), expected_batch_size=b, epochs=epochs)
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #0a2c1691
+# %% ../../nbs/algorithms/privacy_engine.ipynb #bf42b15b
 def calibrated(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
@@ -105,6 +105,9 @@ def calibrated(
     def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
     def epsilon_of(sigma): return certify(rule.joint_events(events_of(sigma)), delta=delta, accountants=(accountant,))[accountant].epsilon
     if rule.joint_events(events_of(start))==events_of(start): return schedule.rescaled(start)
+    counts = epsilon_of(1e9*start) # The gradient says nothing there
+    if counts>=target_epsilon: raise ValueError(f"target_epsilon must be more than the {counts:.3g} that the rule's own counts spend, "
+        f"got target_epsilon={target_epsilon}; raise count_noise")
     return schedule.rescaled(smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15))
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
