@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-ROOMS = ["published", "figures", "budgets", "algorithms", "workbench", "audits", "cli"]
+ROOMS = ["files", "published", "figures", "budgets", "algorithms", "workbench", "audits", "cli"]
 
 
 def imported_rooms(path):

@@ -4,12 +4,10 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_parameters', 'rule_of', 'schedule_of', 'plan_of', 'calibrated',
-           'PrivacyEngine', 'Recipe', 'check_bound', 'unwrapped', 'write_whole', 'read_checkpoint']
+           'PrivacyEngine', 'Recipe', 'check_bound', 'unwrapped', 'read_checkpoint']
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #97e8771c
+# %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
-import os
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import opacus
@@ -26,6 +24,7 @@ from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import smallest_scale
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, _real, _word
+from ..files import write_whole
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #01bb02f0
 ONLY = { # An option of Opacus -> the value that is possible here, and what to do instead of another
@@ -242,20 +241,7 @@ def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the
     if delta is None and self.target_delta is None: raise ValueError("delta must be given where there is no target_delta, got delta=None")
     return budget_report(self.accountant.events, delta=self.target_delta if delta is None else delta)
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #3198b455
-def write_whole(path:Path, content:bytes):
-    "Write a file atomically: after a kill the old one or the new one is there."
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
+# %% ../../nbs/algorithms/privacy_engine.ipynb #382d2bd0
 def read_checkpoint(path)->dict:
     "Read a checkpoint, executing nothing."
     try: return torch.load(path, weights_only=True)
