@@ -185,6 +185,17 @@ def test_groups_reach_a_rule_that_needs_them():
     assert len(privacy.accountant) == 5  # and nothing was spent
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_counts_are_paid_for_by_the_target_or_it_is_refused(accountant):
+    rule = GlobalAdapt(max_grad_norm=.5, count_noise=1.5)
+    def asked(target): return private(PrivacyEngine(accountant=accountant), "make_private_with_epsilon", target_epsilon=target, target_delta=1e-4, epochs=2, clip_rule=rule)
+    _, _, optimizer, _ = asked(12.)
+    events = gaussian_events(optimizer.noise_schedule, optimizer.plan)
+    assert 12*.998 < certify(rule.joint_events(events), delta=1e-4, accountants=(accountant,))[accountant].epsilon <= 12
+    assert certify(events, delta=1e-4, accountants=(accountant,))[accountant].epsilon < 11  # the gradient alone has less than the whole
+    with pytest.raises(ValueError, match="target_epsilon must be more than the .* that the rule's own counts spend"): asked(1.)
+
+
 SCHEDULES = [Constant(initial=2.), StepDecay(initial=2., decay_rate=.5, drop_every=2), LinearDecay(initial=2., decay_rate=.9, unit="step")]
 
 

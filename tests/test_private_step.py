@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GroupAdaptive
+from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
 from networks import batch, cifar_cnn, digits_cnn, mnist_cnn, opacus_resnet18, group_norm_resnet18
@@ -237,6 +238,55 @@ def test_rules_with_counts_are_renewed():
     report = step(LOSS, x, y, groups=y%2)
     assert report.sensitivity == step.clip_rule.sensitivity != 2.
     step(LOSS, x[:0], y[:0], groups=y[:0])
+
+
+@pytest.mark.parametrize("rule", [GlobalAdapt(count_noise=7.), GroupAdaptive(num_groups=2, count_noise=7.)], ids=["after", "before"])
+def test_secure_counts_draw_from_the_secure_source(rule, monkeypatch):
+    stds, fill = [], GaussianNoise.fill_
+    def counted(self, out, std):
+        assert self.secure
+        stds.append(std)
+        return fill(self, out, std)
+    def refused(*args, **options): raise AssertionError("torch's generator was asked for noise")
+    x, y = batch(digits_cnn, 6)
+    step = step_for(network(digits_cnn), clip_rule=rule, secure_noise=True, noise_multiplier=1.)
+    monkeypatch.setattr(GaussianNoise, "fill_", counted)
+    monkeypatch.setattr(torch, "randn", refused)
+    report = step(LOSS, x, y, groups=y%2)
+    assert set(stds) == {7., report.noise_std} and step.clip_rule != rule
+
+
+@pytest.mark.parametrize("loss", [LOSS, nn.functional.cross_entropy, nn.CrossEntropyLoss(reduction="sum")], ids=["mean", "function", "sum"])
+def test_no_samples_have_no_losses(loss):
+    assert per_sample_losses(loss, torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)).shape == (0,)
+    assert per_sample_losses(loss, torch.zeros(0, 3, 4), torch.zeros(0, 4, dtype=torch.long)).shape == (0,)
+
+
+class Words(nn.Module):
+    "Predicts the next word from the mean of the words before it, by the weights of the embedding."
+    def __init__(self, is_module):
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False) if is_module else None
+        if is_module: self.head.weight = self.words.weight
+
+    def forward(self, words):
+        mean = torch.tanh(self.words(words).mean(1))
+        return self.head(mean) if self.head else nn.functional.linear(mean, self.words.weight)
+
+
+def test_a_weight_in_two_modules_is_right_and_one_in_a_function_is_refused():
+    words, y = torch.randint(7, (6, 4), generator=seeded()), torch.arange(6)%7
+    found = step_for(network(lambda: Words(True), torch.float64), clip_rule=AutoS())
+    found(LOSS, words, y)
+    weight = network(lambda: Words(True), torch.float64).words.weight.detach()
+    def loss(weight, words, y): return LOSS((torch.tanh(weight[words].mean(0))@weight.T)[None], y[None])
+    rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weight, words, y).flatten(1)
+    expected = (AutoS().scale(rows.norm(dim=1))[:, None]*rows).sum(0)/8
+    assert difference(gradient(found), expected) < 1e-9
+    model = network(lambda: Words(False))
+    with pytest.raises(ValueError, match="every parameter must be used by its own layer alone, got 'words.weight' in a function outside of it"):
+        step_for(model)(LOSS, words, y)
+    assert model.words.weight.requires_grad and not model._forward_hooks and not model.words._forward_pre_hooks
 
 
 def share(rank, world, port, out):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOMS = ["published", "figures", "budgets", "algorithms", "workbench", "audits", "cli"]
+ROOMS = ["files", "published", "figures", "budgets", "algorithms", "workbench", "audits", "cli"]
 
 
 def imported_rooms(path, package):

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LARGEST', 'LOG_STRICT_LIMIT', 'RULES', 'ClipRule', 'Flat', 'AutoS', 'PSAC', 'Global', 'joint_multiplier',
-           'joint_event', 'CountingRule', 'moved_threshold', 'GlobalAdapt', 'GlobalAdaptV2', 'GroupAdaptive',
-           'clip_rule']
+           'joint_event', 'noisy_counts', 'CountingRule', 'moved_threshold', 'GlobalAdapt', 'GlobalAdaptV2',
+           'GroupAdaptive', 'clip_rule']
 
-# %% ../../nbs/algorithms/clipping.ipynb #2526d47d
+# %% ../../nbs/algorithms/clipping.ipynb #29c492d0
 import math
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
@@ -16,6 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from .noise import GaussianNoise
 from ..budgets.events import MechanismEvent
 from ..budgets.schedules import _real, _whole
 
@@ -145,7 +146,18 @@ def joint_event(
     "A gradient event with the counts of the same batch taken in."
     return replace(event, noise_multiplier=joint_multiplier(event.noise_multiplier, count_noise), query=f"{event.query} and {count_query}")
 
-# %% ../../nbs/algorithms/clipping.ipynb #45a421e7
+# %% ../../nbs/algorithms/clipping.ipynb #d0121b40
+def noisy_counts(
+    counts:Tensor, # Exact, private
+    std:float, # sigma_c
+    source:torch.Generator|GaussianNoise, # A seed, or a secure source
+)->Tensor: # float64
+    "Counts with independent Gaussian noise."
+    if isinstance(source, GaussianNoise): return counts.cpu().double() + source.fill_(torch.empty(counts.shape, dtype=torch.float64), std)
+    counts = counts.to(source.device, torch.float64)
+    return counts + std*torch.randn(counts.shape, generator=source, dtype=counts.dtype, device=source.device)
+
+# %% ../../nbs/algorithms/clipping.ipynb #4b1fc96b
 @dataclass(frozen=True, kw_only=True)
 class CountingRule(ClipRule):
     "A rule that follows noisy counts; a subclass gives `counts` and `with_noisy_counts`."
@@ -156,12 +168,11 @@ class CountingRule(ClipRule):
         groups:Tensor|None=None, # (batch,) labels, where `needs_groups`
         *,
         expected_batch_size:int, # b, public
-        generator:torch.Generator, # Source of the counts' noise, seeded by the caller
+        generator:torch.Generator|GaussianNoise, # Where the counts' noise comes from: a seed, or a secure source
     )->ClipRule:
         "The rule after one noisy look at this step's norms."
-        counts = self.counts(norms, groups).to(generator.device, torch.float64)
-        noise = torch.randn(counts.shape, generator=generator, dtype=counts.dtype, device=generator.device)
-        return self.with_noisy_counts(counts + self.count_noise*noise, expected_batch_size=expected_batch_size)
+        noisy = noisy_counts(self.counts(norms, groups), self.count_noise, generator)
+        return self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)
 
     def queries(self, *,
         sample_rate:float, # q of the Poisson batches

@@ -17,7 +17,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .book_keeping import Book, gradient_slots
 from .per_sample_norms import HELD_BYTES
 
-# %% ../../nbs/algorithms/engines.ipynb #4e7cf587
+# %% ../../nbs/algorithms/engines.ipynb #78bc1b39
 def per_sample_losses(
     loss_fn, # A torch loss, or a function of (outputs, targets) with a `reduction` argument or with one loss per sample
     outputs, # Of the model
@@ -34,7 +34,7 @@ def per_sample_losses(
     else: losses = loss_fn(outputs, targets)
     if losses.dim()==0 or len(losses)!=len(targets):
         raise ValueError(f"loss_fn must give one loss per sample, got shape {tuple(losses.shape)} for {len(targets)} samples")
-    parts = losses.reshape(len(losses), -1)
+    parts = losses.reshape(len(losses), losses.shape[1:].numel()) # One number for a sample without parts, for no samples too
     return parts.mean(1) if reduction=="mean" else parts.sum(1)
 
 # %% ../../nbs/algorithms/engines.ipynb #9ed31fd3

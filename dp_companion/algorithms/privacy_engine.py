@@ -4,12 +4,10 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_parameters', 'rule_of', 'schedule_of', 'plan_of', 'calibrated',
-           'PrivacyEngine', 'Recipe', 'check_bound', 'unwrapped', 'write_whole', 'read_checkpoint']
+           'PrivacyEngine', 'Recipe', 'check_bound', 'unwrapped', 'read_checkpoint']
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #97e8771c
+# %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
-import os
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import opacus
@@ -26,6 +24,7 @@ from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import smallest_scale
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, _real, _word
+from ..files import write_whole
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #01bb02f0
 ONLY = { # An option of Opacus -> the value that is possible here, and what to do instead of another
@@ -89,7 +88,7 @@ def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)-
     if b is None: raise ValueError("expected_batch_size must be given where the data loader has no batch_size, got expected_batch_size=None")
     return PoissonPlan(dataset_size=len(data_loader.dataset), expected_batch_size=b, epochs=epochs)
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #0a2c1691
+# %% ../../nbs/algorithms/privacy_engine.ipynb #bf42b15b
 def calibrated(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
@@ -105,6 +104,9 @@ def calibrated(
     def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
     def epsilon_of(sigma): return certify(rule.joint_events(events_of(sigma)), delta=delta, accountants=(accountant,))[accountant].epsilon
     if rule.joint_events(events_of(start))==events_of(start): return schedule.rescaled(start)
+    counts = epsilon_of(1e9*start) # The gradient says nothing there
+    if counts>=target_epsilon: raise ValueError(f"target_epsilon must be more than the {counts:.3g} that the rule's own counts spend, "
+        f"got target_epsilon={target_epsilon}; raise count_noise")
     return schedule.rescaled(smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15))
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
@@ -239,20 +241,7 @@ def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the
     if delta is None and self.target_delta is None: raise ValueError("delta must be given where there is no target_delta, got delta=None")
     return budget_report(self.accountant.events, delta=self.target_delta if delta is None else delta)
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #3198b455
-def write_whole(path:Path, content:bytes):
-    "Write a file atomically: after a kill the old one or the new one is there."
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
+# %% ../../nbs/algorithms/privacy_engine.ipynb #382d2bd0
 def read_checkpoint(path)->dict:
     "Read a checkpoint, executing nothing."
     try: return torch.load(path, weights_only=True)

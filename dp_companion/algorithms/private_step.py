@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['check_model', 'check_buffers', 'StepReport', 'check_settings', 'PrivateStep', 'gathered', 'keep_freed_memory']
 
-# %% ../../nbs/algorithms/private_step.ipynb #245cf4db
+# %% ../../nbs/algorithms/private_step.ipynb #84e75590
 import ctypes
 import math
-import os
 from dataclasses import dataclass
 import torch
 import torch.distributed as dist
@@ -178,7 +177,7 @@ def finish(self:PrivateStep)->StepReport:
     return StepReport(noise_multiplier=self.step_multiplier, sensitivity=self.sensitivity, noise_std=self.noise_std,
         nonprivate_norms=norms, nonprivate_scales=scales, nonprivate_losses=losses)
 
-# %% ../../nbs/algorithms/private_step.ipynb #55ebe483
+# %% ../../nbs/algorithms/private_step.ipynb #d04622d2
 def gathered(norms:Tensor)->Tensor: # Of all processes, on every process
     "All processes' norms."
     found = [None]*dist.get_world_size()
@@ -190,8 +189,7 @@ def renew_rule(self:PrivateStep, norms, groups):
     "Let a rule with noisy counts take this step's counts; any other rule stays."
     if not isinstance(self.clip_rule, CountingRule): return
     if self.is_distributed: norms = gathered(norms)
-    generator = self.noise.generator or torch.default_generator
-    if self.noise.secure: generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "big"))
+    generator = self.noise if self.noise.secure else self.noise.generator or torch.default_generator
     if groups is None: groups = torch.zeros(len(norms), dtype=torch.long)
     rule = [self.clip_rule.update(norms, groups, expected_batch_size=self.expected_batch_size, generator=generator)]
     if self.is_distributed: dist.broadcast_object_list(rule, src=0)
