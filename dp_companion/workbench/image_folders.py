@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['DECODING', 'IMAGE_SUFFIXES', 'cache_root', 'listing_key', 'decoded', 'read_image_folder']
 
-# %% ../../nbs/workbench/image_folders.ipynb #8beec307
+# %% ../../nbs/workbench/image_folders.ipynb #1987c27a
 import io
 import os
 from pathlib import Path
 import numpy as np
 import torch
-from .records import digest, write_whole
+from ..files import write_whole
+from .records import digest
 
 # %% ../../nbs/workbench/image_folders.ipynb #0a261237
 DECODING = 1 # Raised when a reader changes, so that nothing it made before is taken

@@ -4,20 +4,18 @@
 
 # %% auto #0
 __all__ = ['REVISION', 'ACCOUNTINGS', 'DECAYS', 'LISTED', 'PACKAGES', 'RunSpec', 'digest', 'check_spec', 'spec_from_dict',
-           'write_whole', 'write_json', 'RunRecord', 'record_path', 'read_record', 'find_record', 'commit',
-           'provenance']
+           'write_json', 'RunRecord', 'record_path', 'read_record', 'find_record', 'commit', 'provenance']
 
-# %% ../../nbs/workbench/records.ipynb #6c6d07e4
+# %% ../../nbs/workbench/records.ipynb #f5417bad
 import hashlib
 import json
 import math
-import os
 import platform
 import subprocess
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
+from ..files import write_whole
 
 # %% ../../nbs/workbench/records.ipynb #0b5084af
 REVISION = 2 # Raised when training changes so that old records would no longer come out; part of every hash
@@ -108,22 +106,6 @@ def spec_from_dict(
     if unknown: raise ValueError(f"spec must hold only known names, got {unknown[0]!r}; known are {', '.join(known)}")
     try: return RunSpec(**content)
     except TypeError as error: raise ValueError(f"spec must hold every name without a default, got {error}") from None
-
-# %% ../../nbs/workbench/records.ipynb #f26cd74e
-def write_whole(
-    path:Path, # The file to be
-    content:bytes, # All of it
-):
-    "Write `content` to `path` atomically: after a kill the old file or the new one is there, never half of one."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content); file.flush(); os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 # %% ../../nbs/workbench/records.ipynb #6dd9b9d1
 def write_json(

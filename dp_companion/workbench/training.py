@@ -7,7 +7,7 @@ __all__ = ['KERNELS', 'noise_schedule', 'bound_schedule', 'poisson_plan', 'rule_
            'OrdinaryStep', 'stream_seed', 'Run', 'build_step', 'step', 'epoch', 'nonprivate_means', 'evaluate', 'train',
            'check_target', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
-# %% ../../nbs/workbench/training.ipynb #da9dfb9e
+# %% ../../nbs/workbench/training.ipynb #729b405b
 import io
 import math
 import time
@@ -25,12 +25,13 @@ from ..budgets.certified import BudgetReport, certify
 from ..budgets.decayed import claimed_budget
 from ..budgets.events import gaussian_events
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, StepDecay, schedule
+from ..files import write_whole
 from .datasets import Dataset, load_dataset
 from .fairness import group_accuracies, macro_roc_auc
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
-from .records import RunRecord, RunSpec, digest, find_record, provenance, record_path, write_json, write_whole
+from .records import RunRecord, RunSpec, digest, find_record, provenance, record_path, write_json
 
 # %% ../../nbs/workbench/training.ipynb #f513e0f7
 def noise_schedule(
