@@ -198,4 +198,4 @@ ZOO = [
         (Patch(STEP, "scales", "self.draw_noise()", "self.clip_rule = __import__('dataclasses').replace(self.clip_rule, max_grad_norm=float(norms.median().clamp(min=1e-3))); self.draw_noise()"),)),
 ]
 
-ATTACKED = {"noise at two thirds", "noise without the bound", "noise reused", "layer not clipped", "count unaccounted", "count without noise"}  # what the small attack sees too
+ATTACKED = {"noise at two thirds", "noise without the bound", "noise reused", "layer not clipped", "realised batch size", "count unaccounted", "count without noise", "threshold of raw norms"}  # what the small attack sees too

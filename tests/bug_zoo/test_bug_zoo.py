@@ -5,10 +5,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from bugs import ATTACKED, BATCH_NORM, BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL, PLACES, ZOO, Patch, checks_at, failures
 from dp_companion.algorithms.clipping import Flat
 from dp_companion.algorithms.noise import GaussianNoise
+from dp_companion.algorithms.privacy_engine import PrivacyEngine
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.audits.invariants import ALARM
 from dp_companion.workbench.models import build_model
@@ -78,6 +80,14 @@ def test_batch_norm_is_refused_around_the_patch(patches, message):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=4)
             step(nn.CrossEntropyLoss(), torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]), noise_multiplier=1.)
+
+
+def test_batch_norm_is_refused_by_its_buffers_in_a_loop():
+    with BATCH_NORM.planted(), NO_REFUSAL.planted():
+        model = build_model("small_shufflenet", seed=0, image_size=8)
+        data = DataLoader(TensorDataset(torch.randn(8, 1, 8, 8), torch.zeros(8).long()), batch_size=4)
+        module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=data, noise_multiplier=1., max_grad_norm=1.)
+        with pytest.raises(ValueError, match="no buffer may change in a private step"): module(torch.randn(4, 1, 8, 8))
 
 
 @pytest.mark.xfail(strict=True, reason="a step that fails after its forward pass leaves changed buffers as they are")
