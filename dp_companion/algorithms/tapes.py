@@ -6,13 +6,13 @@
 __all__ = ['TAPES', 'batch_size_of', 'one_row', 'Tape', 'BookTape', 'HooksTape', 'GhostTape', 'GhostCriterion', 'GhostLoss',
            'PrivateModule']
 
-# %% ../../nbs/algorithms/tapes.ipynb #f05311bd
+# %% ../../nbs/algorithms/tapes.ipynb #0197ee5e
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import Anchor
 from .engines import NotFinite, call, part_of, per_sample_losses
-from .private_step import check_buffers
+from .private_step import unchanged_buffers
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
 def batch_size_of(args:tuple, kwargs:dict)->int:
@@ -184,7 +184,7 @@ class GhostLoss:
 
 TAPES = dict(book=BookTape, ghost=GhostTape, hooks=HooksTape)
 
-# %% ../../nbs/algorithms/tapes.ipynb #eab8867e
+# %% ../../nbs/algorithms/tapes.ipynb #0d759adc
 class PrivateModule(nn.Module):
     "The user's module, recorded in training mode."
     def __init__(self, module:nn.Module, tape:Tape):
@@ -193,10 +193,7 @@ class PrivateModule(nn.Module):
 
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()): return self._module(*args, **kwargs)
-        before = {name: x.clone() for name, x in self._module.named_buffers()}
-        output = self.tape.forward(self._module, args, kwargs)
-        check_buffers(self._module, before)
-        return output
+        with unchanged_buffers(self._module): return self.tape.forward(self._module, args, kwargs)
 
     def __getattr__(self, name):
         try: return super().__getattr__(name)

@@ -125,7 +125,7 @@ def check_loop(
             applied_noise(plain.run(PLAN.epochs), plain.privacy.accountant.events, sensitivity=rule.max_grad_norm),
             poisson_batches(batches, PLAN), *(() if rule.counts_first else (interrupted_pass(rule, **options),)))
 
-# %% ../../nbs/audits/loop_invariants.ipynb #9f1a8008
+# %% ../../nbs/audits/loop_invariants.ipynb #b96b0f8c
 class SeenLabels:
     "Labels that note which of them were asked for."
     def __init__(self, labels): self.labels, self.batches = labels, []
@@ -143,7 +143,7 @@ def check_run(
     run = Run(spec, replace(data, train_labels=labels))
     with released(run.optimizer) as seen:
         for _ in range(spec.epochs): epoch(run)
-    events = budget_report(spec, run.plan, certify=lambda events, delta: {}).events
-    rule, sums = run.private_step.clip_rule, [spec.expected_batch_size*x for x in seen]
+    events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
+    rule, sums = run.step.clip_rule, [spec.expected_batch_size*x for x in seen]
     queries = all_queries(rule, events, run.ledger), poisson_batches(labels.batches, run.plan)
     return queries if isinstance(rule, CountingRule) else (*queries, applied_noise(sums, events, sensitivity=reach(rule)))

@@ -218,18 +218,18 @@ def nonprivate_means(
     losses, norms = (torch.cat([getattr(r, name) for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
     return {"nonprivate_train_loss": finite(losses.mean().item()), "nonprivate_grad_norm": finite(norms.mean().item())}
 
-# %% ../../nbs/workbench/training.ipynb #36e0a074
+# %% ../../nbs/workbench/training.ipynb #b890cfdf
 def evaluate(
     model:torch.nn.Module, # The network
     data:Dataset, # Its test images are used
     loss=cross_entropy, # As `losses.build_loss` gives it
-)->dict: # test_accuracy and test_auc in [0, 1], test_loss in nats, test_accuracy_by_class; None where not finite
+)->dict: # test_accuracy and test_auc in [0, 1], test_loss in nats, test_accuracy_by_class; None where not finite or not there
     "What the test images, which training never sees, say of the network."
     model.eval()
     with torch.no_grad(): logits = torch.cat([model(images) for images in data.test_images.split(1000)])
     predictions, by_class = logits.argmax(1), group_accuracies(logits.argmax(1), data.test_labels)
     return {"test_accuracy": (predictions == data.test_labels).float().mean().item(), "test_loss": finite(loss(logits, data.test_labels).item()),
-            "test_auc": macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() else None,
+            "test_auc": macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() and len(by_class) == data.classes else None,
             "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)]}
 
 # %% ../../nbs/workbench/training.ipynb #19926996

@@ -1,5 +1,6 @@
 "Broken engines: each is the real code with one expression changed, and the suite of checks that a correct engine passes."
 import inspect
+import re
 import sys
 import textwrap
 from contextlib import ExitStack, contextmanager
@@ -41,13 +42,15 @@ class Patch:
     def planted(self):
         original = self.found
         function, changed = getattr(original, "fget", original), {}
-        source = textwrap.dedent(inspect.getsource(function))
+        source = re.sub(r"^@patch.*\n", "", textwrap.dedent(inspect.getsource(function))) # what put it into its class once
         for old, new in ((self.old, self.new), *self.also):
             if source.count(old) != 1: raise LookupError(f"old must be once in {self.attribute}, got it {source.count(old)} times: {old!r}")
             source = source.replace(old, new)
         exec(source, vars(sys.modules[function.__module__]), changed)
         holders = [self.owner] if inspect.isclass(self.owner) else [m for name, m in sys.modules.items() if name.startswith("dp_companion") and vars(m).get(self.attribute) is original]
-        for holder in holders: setattr(holder, self.attribute, changed[self.attribute])
+        made = changed[self.attribute]
+        if isinstance(original, property) and not isinstance(made, property): made = property(made)
+        for holder in holders: setattr(holder, self.attribute, made)
         try: yield
         finally:
             for holder in holders: setattr(holder, self.attribute, original)
@@ -177,9 +180,9 @@ ZOO = [
         (Patch(OPTIMIZER, "begin", "self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),))",
                "(MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)"),)),
     Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
-        (Patch(training, "budget_report", "rule_at(spec, 0).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
+        (Patch(training, "budget_report", "rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
     Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,
-        (Patch(clipping.CountingRule, "update", "counts + self.count_noise*noise", "counts"),)),
+        (Patch(clipping.CountingRule, "update", "noisy_counts(self.counts(norms, groups), self.count_noise, generator)", "self.counts(norms, groups)"),)),
     Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.", "step, groups", SCALE,
         (Patch(STEP, "scales", "self.draw_noise()", "self.present = groups; self.draw_noise()"),
          Patch(STEP, "draw_noise", "self.clip_rule.sensitivity", "max(self.clip_rule.group_bounds[k] for k in self.present) if self.counts_first and hasattr(self, 'present') else self.clip_rule.sensitivity"))),
@@ -192,7 +195,7 @@ ZOO = [
     Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
         (Patch(certified, "_composed", "NeighboringRelation[neighbouring_relation.upper()]", "NeighboringRelation.ADD_OR_REMOVE_ONE"),)),
     Bug("threshold of raw norms", "Global-Adapt's threshold is the batch's largest norm.", "step, counts", RAW,
-        (Patch(clipping.CountingRule, "update", "self.with_noisy_counts(counts + self.count_noise*noise, expected_batch_size=expected_batch_size)",
+        (Patch(clipping.CountingRule, "update", "self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)",
                "replace(self, strict_max_grad_norm=float(norms.max().clamp(min=1e-3)) if len(norms) else self.strict_max_grad_norm) if isinstance(self, Global) else self"),)),
     Bug("bound of raw norms", "The clipping bound is the batch's median norm.", "step", RAW,
         (Patch(STEP, "scales", "self.draw_noise()", "self.clip_rule = __import__('dataclasses').replace(self.clip_rule, max_grad_norm=float(norms.median().clamp(min=1e-3))); self.draw_noise()"),)),

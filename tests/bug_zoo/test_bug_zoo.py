@@ -90,13 +90,23 @@ def test_batch_norm_is_refused_by_its_buffers_in_a_loop():
         with pytest.raises(ValueError, match="no buffer may change in a private step"): module(torch.randn(4, 1, 8, 8))
 
 
-@pytest.mark.xfail(strict=True, reason="a step that fails after its forward pass leaves changed buffers as they are")
 @pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
 def test_a_step_that_fails_leaves_no_buffer_changed(engine):
     def fails(outputs, targets): raise ArithmeticError
     model = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=4, engine=engine)
     with pytest.raises(ArithmeticError): step(fails, torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]), noise_multiplier=1.)
+    assert not model[0].running_mean.any()
+
+
+def test_a_forward_pass_that_fails_leaves_no_buffer_changed():
+    class Fails(nn.Module):
+        def forward(self, x): raise ArithmeticError
+    model = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2), Fails())
+    data = torch.utils.data.TensorDataset(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]))
+    module, _, _ = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=torch.utils.data.DataLoader(data, batch_size=2),
+                                                noise_multiplier=1., max_grad_norm=1.)
+    with pytest.raises(ArithmeticError): module(data.tensors[0])
     assert not model[0].running_mean.any()
 
 
