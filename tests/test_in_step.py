@@ -56,7 +56,10 @@ def test_experiments_declare_their_parameters(root):
     from dp_companion.workbench.notebooks import declared_parameters
     experiments = sorted((root/"nbs"/"experiments").rglob("*.ipynb"))
     assert experiments
-    for path in experiments: assert {"profile", "runs"} <= set(declared_parameters(path)), path
+    for path in experiments:
+        assert {"profile", "runs"} <= set(declared_parameters(path)), path
+        last = json.loads(path.read_text(encoding="utf-8"))["cells"][-1]
+        assert "".join(last["source"]).startswith("provenance_line("), f"{path} must end with the list of its records"
 
 
 def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):

@@ -18,7 +18,7 @@ from dp_companion.workbench.records import RunSpec
 specs = [RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
                  target_epsilon=1., epochs=3, expected_batch_size=128, seed=seed) for seed in range(3)]"""
 EXPERIMENT = ["profile = 'digits'\nruns = 'runs'", "from dp_companion.workbench.notebooks import saw\nsaw(profile=profile, runs=runs)",
-              f"{SPECS}\n[r.final['test_accuracy'] for r in run_grid(specs, runs, workers=1)]"]
+              f"{SPECS}\nfrom dp_companion.workbench.tables import provenance_line\nprovenance_line(run_grid(specs, runs, workers=1), profile)"]
 
 
 def notebook(path, sources):
