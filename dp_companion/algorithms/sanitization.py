@@ -25,7 +25,7 @@ def _drawn(like, generator, fill):
     where = like.device if generator is None else generator.device
     return fill(torch.empty(like.shape, dtype=like.dtype, device=where)).to(like.device)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #70daa4bc
+# %% ../../nbs/algorithms/sanitization.ipynb #dbf2444b
 class SanitizationLayer(nn.Module):
     "Clip, noise and dropout on the rows of a batch (paper sanitization, Algorithm 1)."
     def __init__(self,
@@ -47,7 +47,6 @@ class SanitizationLayer(nn.Module):
         return self._clip
     @clip.setter
     def clip(self, value): self._clip = float(_real("clip", value))
-
     @property
     def noise_std(self)->float: # In units of the elements
         "Standard deviation of one element's noise."
