@@ -58,6 +58,7 @@ def test_experiments_declare_their_parameters(root):
     assert experiments
     for path in experiments:
         assert {"profile", "runs"} <= set(declared_parameters(path)), path
+        assert (path.parent/".notest").exists(), f"nbdev_test would train {path}: it looks for .notest in the notebook's own folder"
         last = json.loads(path.read_text(encoding="utf-8"))["cells"][-1]
         assert "".join(last["source"]).startswith("provenance_line("), f"{path} must end with the list of its records"
 

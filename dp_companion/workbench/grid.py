@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROFILES', 'V2', 'METHODS', 'SWEPT', 'Profile', 'profile_named', 'beside_counts', 'initial_multiplier',
-           'method_values', 'method_shape', 'method_specs', 'private_spec', 'sweep', 'of_profile', 'run_grid']
+           'method_values', 'method_shape', 'specs_of', 'method_specs', 'private_spec', 'sweep', 'of_profile',
+           'run_grid']
 
 # %% ../../nbs/workbench/grid.ipynb #d8e62384
 from dataclasses import asdict, dataclass
@@ -119,26 +120,36 @@ def method_shape(
     decay = values.get("decay", "none")
     return schedule(decay, initial=1., decay_rate=values.get("decay_rate"), drop_every=values["drop_every"] if decay == "step" else None)
 
-# %% ../../nbs/workbench/grid.ipynb #1c58443a
+# %% ../../nbs/workbench/grid.ipynb #8c48c724
+def specs_of(
+    profile:Profile, # Sizes
+    cells:list, # (values of a RunSpec from `method_values`, accounting, target epsilon) each
+    *,
+    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+    workers:int=2, # Processes
+)->list: # One list of RunSpecs a cell, a spec a seed
+    "The runs of cells, each with the noise that its accounting gives."
+    asked = [(method_shape(values), _plan(profile, values), accounting, target, profile.delta) for values, accounting, target in cells]
+    multiplier, wanted = cached(initial_multiplier, runs), list(dict.fromkeys(asked)) # cells that share a schedule share its multiplier
+    found = dict(zip(wanted, Parallel(n_jobs=workers)(delayed(multiplier)(*w) for w in tqdm(wanted, desc="multipliers"))))
+    return [[private_spec(values, accounting=accounting, target_epsilon=target, noise_multiplier=found[key], seed=seed) for seed in range(profile.seeds)]
+            for (values, accounting, target), key in zip(cells, asked)]
+
+# %% ../../nbs/workbench/grid.ipynb #3dcaa90d
 def method_specs(
     profile:Profile, # Sizes
     *,
     targets:tuple, # Epsilons
     methods:tuple, # Keys of `METHODS`
     accountings:tuple=ACCOUNTINGS, # Which of them
-    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-    workers:int=2, # Processes
-    **changes, # Values of a RunSpec that differ from the profile's and the methods'
+    changes:dict|None=None, # Values of a RunSpec that differ from the profile's and the methods'
+    **places, # runs, workers: as for `specs_of`
 )->list: # RunSpecs: accounting by target by method by seed; runs without privacy once
     "The runs of a table of paper `global_adapt_v2`."
-    said = {m: method_values(profile, m, **changes) for m in methods}
-    cells = list(product(accountings, targets, [m for m in methods if m != "Non-DP"]))
-    asked = [(method_shape(said[m]), _plan(profile, said[m]), a, t, profile.delta) for a, t, m in cells]
-    multiplier, wanted = cached(initial_multiplier, runs), list(dict.fromkeys(asked)) # methods that share a schedule share its multiplier
-    found = dict(zip(wanted, Parallel(n_jobs=workers)(delayed(multiplier)(*w) for w in tqdm(wanted, desc="multipliers"))))
+    said = {m: method_values(profile, m, **changes or {}) for m in methods}
+    cells = [(said[m], a, t) for a, t, m in product(accountings, targets, methods) if m != "Non-DP"]
     plain = [RunSpec(**said["Non-DP"], accounting="none", seed=seed) for seed in range(profile.seeds)] if "Non-DP" in methods else []
-    return plain + [private_spec(said[m], accounting=a, target_epsilon=t, noise_multiplier=found[key], seed=seed)
-                    for (a, t, m), key in zip(cells, asked) for seed in range(profile.seeds)]
+    return plain + [spec for cell in specs_of(profile, cells, **places) for spec in cell]
 
 # %% ../../nbs/workbench/grid.ipynb #a2d35366
 def _plan(profile, values):

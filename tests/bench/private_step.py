@@ -6,12 +6,14 @@ memory is kept in the process for all variants unless --default-memory is given.
 import argparse
 import copy
 import json
+import os
 import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from networks import batch, cifar_cnn, group_norm_resnet18, mnist_cnn, opacus_resnet18
 from dp_companion.algorithms.clipping import Flat
 from dp_companion.algorithms.private_step import PrivateStep, keep_freed_memory
+from dp_companion.files import write_whole
 
 ROWS = {  # name: network, batch, goal; networks for Opacus
     "mnist-64": (mnist_cnn, 64, 1.30, mnist_cnn), "mnist-256": (mnist_cnn, 256, 1.20, mnist_cnn),
@@ -132,6 +135,13 @@ def peak_memory(variant, build, size):
     return dict(variant=variant, peak_mb=peak/2**20, resident_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10, before_mb=before/2**10)
 
 
+def processor():
+    "What the machine calls itself."
+    try: found = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    except OSError: found = []
+    return found[0] if found else platform.processor() or platform.machine()
+
+
 def memory(name):
     "Peak memory of the ordinary and of the private step, each in a process of its own."
     command = [sys.executable, __file__, "--peak"]
@@ -148,6 +158,7 @@ def main():
     parser.add_argument("--default-memory", action="store_true")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--kernels", action="store_true", help="print the chosen kernels")
+    parser.add_argument("--json", type=Path, help="write the rows with the machine's description to this file, for the page of step times")
     parser.add_argument("--peak", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
@@ -160,12 +171,18 @@ def main():
         return
     torch.set_num_threads(args.threads)
     if not args.default_memory: keep_freed_memory()
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+    print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
           f"{'default memory settings' if args.default_memory else 'freed memory kept'}, medians of {args.steps}")
+    rows = []
     for name in names:
         found = row(name, args.steps, [w for w in args.only.split(";") if w])
+        rows.append(found)
         print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, {found['ratios']}; of the least times {found['lowest']}", flush=True)
         if args.kernels: print(found["kernels"], flush=True)
+    if args.json:
+        content = dict(processor=processor(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__, opacus=version("opacus"), threads=args.threads,
+                       freed_memory_kept=not args.default_memory, medians_of=args.steps, rows=rows, memory=memory("mnist-64"))
+        write_whole(args.json, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 
 if __name__ == "__main__": main()
