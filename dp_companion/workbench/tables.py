@@ -103,22 +103,22 @@ def mean_text(
     "A mean as a table prints it."
     return f"{mean:.{digits}f}\u00a0±\u00a0{sd:.{digits}f}\u00a0({seeds})" if seeds > 1 else f"{mean:.{digits}f}\u00a0({seeds})"
 
-# %% ../../nbs/workbench/tables.ipynb #d865fcec
-HEADINGS = {"setting": "setting", "target_epsilon": "ε asked for", "method": "method", "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)", "claimed": "claimed ε",
+# %% ../../nbs/workbench/tables.ipynb #36c3c19d
+HEADINGS = {"setting": "setting", "target_epsilon": "ε asked", "method": "method", "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)", "claimed": "claimed ε",
             "certified": "certified ε", "empirical": "empirical ε"} # columns of the printed table, in order
 
-# %% ../../nbs/workbench/tables.ipynb #81185302
+# %% ../../nbs/workbench/tables.ipynb #5951a377
 def for_print(
     table:pd.DataFrame, # From `beside_published`
     *,
     digits:int=1, # Of our means, after the point
 )->pd.DataFrame: # Text, with HEADINGS as columns; `setting` only where something was varied
-    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; V2 is short for DP-SGD-Global-Adapt-V2."
+    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; V2 is short for DP-SGD-Global-Adapt-V2, Global for DP-SGD-Global."
     text = table.assign(
         ours=[mean_text(m, s, n, digits) for m, s, n in zip(table["mean"], table["sd"], table["seeds"])],
         published=[f"{p:.{digits+1}f}" if p == p else "—" for p in table["published"]],
         certified=table[["certified_rdp", "certified_pld"]].min(axis=1).map(epsilon_text),
-        method=table["method"].str.replace("DP-SGD-Global-Adapt-V2", "V2"), accounting=table["accounting"].str.replace("_", " "),
+        method=table["method"].str.replace("DP-SGD-Global-Adapt-V2", "V2").str.replace("DP-SGD-Global", "Global"), accounting=table["accounting"].str.replace("_", " "),
         target_epsilon=["—" if t != t else f"{t:g}" for t in table["target_epsilon"]],
         claimed=table["claimed"].map(epsilon_text), empirical=[epsilon_text(e) for e in table["empirical"]])
     shown = [name for name in HEADINGS if name != "setting" or table["setting"].any()]
