@@ -168,7 +168,7 @@ def run(
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
-# %% ../nbs/cli.ipynb #d578dacc
+# %% ../nbs/cli.ipynb #bcb9c38a
 @app.command()
 def audit(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec, or the record.json of a finished run.")], runs:RunsFlag=Path("runs"),
@@ -178,7 +178,8 @@ def audit(
 
     Trains the run where it has no record yet. The attack sees every noisy gradient that the run released; what it achieves, at 95 % confidence, joins the record.
     """
-    from dp_companion.audits.runs import audit_runs
+    from dataclasses import replace
+    from dp_companion.audits.runs import audit_runs, released_events
     from dp_companion.workbench.records import read_record, record_path, spec_from_dict
     from dp_companion.workbench.training import train
     content = _json_object(spec)
@@ -186,8 +187,8 @@ def audit(
     else:
         checked = spec_from_dict(content)
         with _waiting(f"run {checked.name}"): record = train(checked, runs)
-    record, = audit_runs([record], runs, draws=draws, workers=1)
-    if not record.budget["empirical"]: raise ValueError(f"spec must be of a run with noisy queries, got {record.spec.method} without any; nothing protects it, so there is nothing to attack")
+    released_events(record) # a run without noise is refused
+    with _waiting("attack"): record, = audit_runs([replace(record, budget={**record.budget, "empirical": None})], runs, draws=draws, workers=1)
     _say({"record": str(record_path(record.spec, runs)), **{name: record.budget[name] for name in ("claimed", "certified", "empirical", "verdict")}} if as_json else _three(record), as_json)
 
 def _three(record): # For the eye

@@ -106,3 +106,21 @@ def test_run_trains_and_is_found(tmp_path, monkeypatch):
     record.write_text(record.read_text()[:-40])
     status, out, err = terminal("run", "spec.json")
     assert status == 2 and out == "" and err.count("\n") == 1 and "record must be whole" in err and Path(record).name in err
+
+
+def test_audit_writes_what_an_attack_achieves(tmp_path):
+    values = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps({**values, "clip_rule": "flat", "noise_multiplier": .8, "accounting": "certified", "target_epsilon": 8.}))
+    status, out, _ = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"), "--draws", "2000", "--json")
+    said = json.loads(out)
+    assert status == 0 and 0 < said["empirical"]["epsilon"] <= said["certified"]["pld"]["epsilon"] and said["empirical"]["draws"] == 2000
+    status, out, _ = terminal("audit", said["record"], "--draws", "4000", "--json") # a finished record, attacked afresh
+    again = json.loads(Path(said["record"]).read_text())["budget"]["empirical"]
+    assert status == 0 and again == json.loads(out)["empirical"] and again["draws"] == 4000
+
+
+def test_audit_refuses_what_has_no_noise(tmp_path):
+    values = dict(paper="global_adapt_v2", method="Non-DP", dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps({**values, "clip_rule": "none", "accounting": "none"}))
+    status, _, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
+    assert status == 2 and "noisy queries" in err and err.count("\n") == 1, err

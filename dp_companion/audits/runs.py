@@ -49,13 +49,13 @@ def with_finding(
     claimed, certified = budget["claimed"]["epsilon"], min(float(c["epsilon"]) for c in budget["certified"].values())
     return replace(record, budget={**budget, "empirical": asdict(found), "verdict": verdict_of(float(claimed), certified, found.epsilon)})
 
-# %% ../../nbs/audits/runs.ipynb #4f1b1d8b
+# %% ../../nbs/audits/runs.ipynb #84c60eda
 def audit_runs(
     records:Iterable[RunRecord], # Finished runs
     runs:Path, # Their folder; their records are written again
     *,
     draws:int=DRAWS, # Runs per world that an attack draws
-    workers:int=2, # Processes
+    workers:int=-1, # Processes; -1 is one a core
 )->list: # The records, in their order, each with its empirical epsilon; a run without noise as it is
     "Attack every run that was not attacked yet; runs that released alike are attacked once."
     records = list(records)

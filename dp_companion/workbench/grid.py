@@ -38,13 +38,12 @@ class Profile:
     delta:float=1e-5 # Target delta
     loss:str="cross_entropy" # A key of `losses.LOSSES`
 
-# %% ../../nbs/workbench/grid.ipynb #a2e479a8
+# %% ../../nbs/workbench/grid.ipynb #ccb779c0
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
 def _unbalanced(**sizes): return Profile(model="unbalanced_mnist_cnn", expected_batch_size=64, learning_rate=1e-3, **sizes)
-def _thinwall(**sizes): return Profile(model="small_shufflenet", expected_batch_size=32, learning_rate=1e-3, delta=1e-3, loss="focal", **sizes)
 
 PROFILES = {
-    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=20, drop_every=2, learning_rate=1e-3, seeds=3),
+    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=12, drop_every=3, learning_rate=1e-3, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307, epochs=10, drop_every=1, seeds=2)},
     "laptop": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1, learning_rate=1e-4, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=10, drop_every=1, seeds=3)},
@@ -120,13 +119,13 @@ def method_shape(
     decay = values.get("decay", "none")
     return schedule(decay, initial=1., decay_rate=values.get("decay_rate"), drop_every=values["drop_every"] if decay == "step" else None)
 
-# %% ../../nbs/workbench/grid.ipynb #8c48c724
+# %% ../../nbs/workbench/grid.ipynb #3d019785
 def specs_of(
     profile:Profile, # Sizes
     cells:list, # (values of a RunSpec from `method_values`, accounting, target epsilon) each
     *,
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-    workers:int=2, # Processes
+    workers:int=-1, # Processes; -1 is one a core
 )->list: # One list of RunSpecs a cell, a spec a seed
     "The runs of cells, each with the noise that its accounting gives."
     asked = [(method_shape(values), _plan(profile, values), accounting, target, profile.delta) for values, accounting, target in cells]
@@ -201,12 +200,12 @@ def of_profile(
     usual = {m: {"optimizer": "adamw", "lr_scheduler": "one_cycle", **method_values(profile, m, **changes)} for m in METHODS}
     return [r for r in records if r.spec.method in usual and all(getattr(r.spec, k) == v for k, v in usual[r.spec.method].items())]
 
-# %% ../../nbs/workbench/grid.ipynb #2d7b2de3
+# %% ../../nbs/workbench/grid.ipynb #0bd008d5
 def run_grid(
     specs:list, # RunSpecs
     runs:Path=Path("runs"), # Folder of runs
     *,
-    workers:int=2, # Processes
+    workers:int=-1, # Processes; -1 is one a core
 )->list: # RunRecords, in the order of `specs`
     "Train what has no record yet, on local processes; return every record."
     records = {}

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SAW', 'declared_parameters', 'check_parameters', 'saw', 'check_saw', 'package_folder', 'imported_files',
            'reached_files', 'is_experiment', 'reference_folder', 'execution_key', 'execute', 'listed_records',
-           'record_sums', 'write_page', 'is_current', 'source_notebooks', 'execute_all', 'committed_keys',
-           'refresh_pages', 'with_outputs', 'execute_watched', 'readme_text']
+           'record_sums', 'write_page', 'is_current', 'source_notebooks', 'execute_all', 'reading_order',
+           'committed_keys', 'refresh_pages', 'with_outputs', 'execute_watched', 'readme_text']
 
 # %% ../../nbs/workbench/notebooks.ipynb #97b86387
 import ast
@@ -191,27 +191,39 @@ def source_notebooks(
     if not found: raise FileNotFoundError(f"source must be a folder that holds notebooks, got {source}; run this in a checkout of dp-companion")
     return found
 
-# %% ../../nbs/workbench/notebooks.ipynb #8cf2db22
+# %% ../../nbs/workbench/notebooks.ipynb #cca2b8ee
 def execute_all(
     source:Path, # The folder nbs/
     target:Path, # Mirror of it, for the executed notebooks
     *,
     profile:str, # Passed to every experiment
     runs:Path, # Folder of runs, passed to every experiment
-    workers:int=2, # Notebooks at once, where they do not train
+    workers:int=2, # Notebooks at once; an experiment trains on its share of the cores
 ):
-    "Execute every notebook under `source` that is not current; experiments last, one by one."
+    "Execute every notebook under `source` that is not current; experiments last, in the site's order."
     from joblib import Parallel, delayed
     from tqdm import tqdm
     notebooks = source_notebooks(source)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(1, os.cpu_count()//workers))) # a grid's processes, by joblib
     place = lambda p: target/p.relative_to(source)
     pages = [p for p in notebooks if not is_experiment(p)]
     committed = committed_keys(source)
     jobs = Parallel(n_jobs=workers, return_as="generator_unordered")(delayed(execute)(p, place(p), committed=committed) for p in pages)
     for _ in tqdm(jobs, total=len(pages), desc="pages", unit="notebook"): pass
-    for p in notebooks:
-        if is_experiment(p): execute_watched(p, place(p), {"profile": profile, "runs": str(runs)})
+    experiments = [(p, place(p)) for p in reading_order(source) if is_experiment(p)]
+    execute_watched(experiments, {"profile": profile, "runs": str(runs)}, workers=workers)
+
+# %% ../../nbs/workbench/notebooks.ipynb #0fe64073
+def reading_order(
+    source:Path, # The folder nbs/
+)->list: # Paths of its notebooks: those that `_quarto.yml` names, in its order, then the others, sorted
+    "The notebooks as a reader of the site meets them."
+    listed = Path(source).parent/"_quarto.yml"
+    named = re.findall(r"- (\S+)\.ipynb$", listed.read_text(encoding="utf-8"), flags=re.M) if listed.exists() else []
+    rank = {name: k for k, name in enumerate(named)}
+    key = lambda p: rank.get(str(p.relative_to(source).with_suffix("")), len(rank))
+    return sorted(source_notebooks(source), key=key)
 
 # %% ../../nbs/workbench/notebooks.ipynb #5c5f5ef6
 def committed_keys(
@@ -249,23 +261,25 @@ def with_outputs(
             cell["outputs"] = [{**o, "metadata": {}, **({"execution_count": None} if "execution_count" in o else {})} if "metadata" in o else o for o in kept]
     return json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
-# %% ../../nbs/workbench/notebooks.ipynb #d8e0db78
+# %% ../../nbs/workbench/notebooks.ipynb #a48a76ba
 def execute_watched(
-    notebook:Path, # An experiment
-    target:Path, # Where the executed notebook goes
+    experiments:list, # (source, target) of each, the longest best first
     parameters:dict, # Names and plain values; `runs` among them
+    *,
+    workers:int=2, # Notebooks at once
 ):
-    "Execute an experiment while a bar counts the records that appear in its folder of runs."
+    "Execute experiments while a bar counts the records that appear in their folder of runs."
     from threading import Thread
+    from joblib import Parallel, delayed
     from tqdm import tqdm
-    if is_current(target, execution_key(notebook, parameters), Path(parameters["runs"])): return
+    stale = [(p, target) for p, target in experiments if not is_current(target, execution_key(p, parameters), Path(parameters["runs"]))]
     failure = []
     def work():
-        try: execute(notebook, target, parameters)
+        try: Parallel(n_jobs=workers)(delayed(execute)(p, target, parameters) for p, target in stale)
         except Exception as error: failure.append(error)
     count = lambda: sum(1 for _ in Path(parameters["runs"]).glob("*/record.json"))
     thread, before = Thread(target=work, daemon=True), count()
-    with tqdm(desc=Path(notebook).stem, unit="run", bar_format="{desc}: {n_fmt} new records, {elapsed}") as bar:
+    with tqdm(desc="experiments", unit="run", bar_format="{desc}: {n_fmt} new records, {elapsed}", disable=not stale) as bar:
         thread.start()
         while thread.is_alive():
             thread.join(1); bar.n = count() - before; bar.refresh()

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['KERNELS', 'noise_schedule', 'bound_schedule', 'poisson_plan', 'rule_at', 'cached', 'budget_report', 'pinned_kernels',
            'OrdinaryStep', 'stream_seed', 'Run', 'build_step', 'step', 'epoch', 'nonprivate_means', 'evaluate', 'train',
-           'check_target', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
+           'train_now', 'check_target', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
-# %% ../../nbs/workbench/training.ipynb #729b405b
+# %% ../../nbs/workbench/training.ipynb #402e86b7
 import io
 import math
 import time
@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 import numpy as np
 import torch
+from filelock import FileLock
 from joblib import Memory
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.nn.functional import cross_entropy
@@ -232,7 +233,7 @@ def evaluate(
             "test_auc": macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() and len(by_class) == data.classes else None,
             "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)]}
 
-# %% ../../nbs/workbench/training.ipynb #19926996
+# %% ../../nbs/workbench/training.ipynb #91f4b459
 def train(
     spec:RunSpec, # The run
     runs:Path=Path("runs"), # Folder of runs
@@ -240,7 +241,18 @@ def train(
 )->RunRecord: # Found there, or trained now
     "The record of `spec`: found in `runs`, resumed at its last epoch, or trained from the start."
     if (found := find_record(spec, runs)) is not None: return found
-    run, started = Run(spec, data or load_dataset(spec.dataset)), time.time()
+    record_path(spec, runs).parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(record_path(spec, runs).with_name(".lock")): # who asks for a run while another process trains it waits, and finds its record
+        return find_record(spec, runs) or train_now(spec, runs, data or load_dataset(spec.dataset))
+
+# %% ../../nbs/workbench/training.ipynb #9caeecff
+def train_now(
+    spec:RunSpec, # The run, locked
+    runs:Path, # Folder of runs
+    data:Dataset, # Its data
+)->RunRecord: # As written
+    "Train `spec` from its last epoch, or from the start."
+    run, started = Run(spec, data), time.time()
     report = budget_report(spec, run.plan, run.data.classes, cached(certify, runs))
     check_target(spec, report)
     checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
