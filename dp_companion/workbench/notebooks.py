@@ -138,7 +138,7 @@ def execute(
     import papermill
     with tempfile.TemporaryDirectory() as scratch:
         draft = Path(scratch)/target.name
-        try: papermill.execute_notebook(str(notebook), str(draft), parameters=parameters, kernel_name="python3", progress_bar=False)
+        try: papermill.execute_notebook(str(notebook), str(draft), parameters=parameters, kernel_name="python3", progress_bar=False, extra_arguments=["--IPKernelApp.log_level=ERROR"])
         except papermill.PapermillExecutionError as error:
             raise RuntimeError(f"notebook must run to its end, got {error.ename}: {error.evalue} in {notebook}") from None
         check_saw(draft, parameters)
