@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'with_canaries', 'clipped_gradients', 'ImageCanaries', 'BesideNetwork', 'marked_rows', 'GradientCanaries',
            'loss_beside', 'Attacked', 'attack_training', 'scores_of_steps', 'findings']
 
-# %% ../../nbs/audits/whole_runs.ipynb #8069f2f5
+# %% ../../nbs/audits/whole_runs.ipynb #1b7fd52e
 from dataclasses import dataclass, replace
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ..algorithms.private_step import PrivateStep
 from .bounds import Finding, finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
 from ..workbench.datasets import Dataset, load_dataset
-from ..workbench.optimizers import build_optimizer
+from ..workbench.optimizers import build_lr_scheduler, build_optimizer
 from ..workbench.records import RunSpec
 from ..workbench.training import Run, check_ledger, evaluate, pinned_kernels, rule_at, step
 
@@ -114,7 +114,7 @@ def marked_rows(
     rows = torch.cat([torch.cat([images, torch.zeros(len(images), m)], 1), torch.cat([torch.zeros(len(marks), images.shape[1]), marks], 1)])
     return replace(data, train_images=rows, train_labels=torch.cat([data.train_labels, torch.full((len(marks),), data.classes)]), train_units=None)
 
-# %% ../../nbs/audits/whole_runs.ipynb #388ec5cb
+# %% ../../nbs/audits/whole_runs.ipynb #d92542f1
 class GradientCanaries:
     "A run that is about to train on images and on canaries with a parameter each, in by a coin each."
     black_box = None # a gradient has no loss to look at
@@ -131,6 +131,7 @@ class GradientCanaries:
         run.loss = loss_beside(run, run.loss, data.classes)
         run.model = BesideNetwork(self.network, shape, canaries)
         run.optimizer = build_optimizer(spec.optimizer, run.model.parameters(), learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
+        run.lr = build_lr_scheduler(spec.lr_scheduler, run.optimizer, learning_rate=spec.learning_rate, steps=run.plan.steps)
         run.step = PrivateStep(run.model, run.optimizer, clip_rule=run.step.clip_rule, expected_batch_size=spec.expected_batch_size, engine=spec.engine,
                                generator=run.noise, kernels={f"network.{layer}": kernel for layer, kernel in pinned.items()} if pinned else None)
         self.included = torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < .5
