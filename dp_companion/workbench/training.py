@@ -97,10 +97,11 @@ def budget_report(
     claimed = claim_of(spec, noise, plan, events)
     return BudgetReport(claimed=claimed, certified=certify(events, delta=spec.delta), delta=spec.delta, privacy_unit="image", events=events, preconditions=claimed.preconditions if claimed else ())
 
-# %% ../../nbs/workbench/training.ipynb #86b1e914
+# %% ../../nbs/workbench/training.ipynb #125b107e
 KERNELS = {
     ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
+    ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
 
 # %% ../../nbs/workbench/training.ipynb #89fb912b
