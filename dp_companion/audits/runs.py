@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['DRAWS', 'released_events', 'audit_record', 'with_finding', 'audit_runs']
 
-# %% ../../nbs/audits/runs.ipynb #7e8af35f
+# %% ../../nbs/audits/runs.ipynb #f572fc20
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,14 +40,14 @@ def audit_record(
     "Attack the steps that a run released (KOV15, NP33)."
     return audit_schedule(released_events(record), delta=record.spec.delta, draws=draws, confidence=confidence, seed=seed)
 
-# %% ../../nbs/audits/runs.ipynb #3b1ef9eb
+# %% ../../nbs/audits/runs.ipynb #8dd31027
 def with_finding(
     record:RunRecord, # A finished run
     found:Finding, # What an attack achieved on it
 )->RunRecord: # The same with three epsilons
     "The record with its empirical epsilon."
     budget = record.budget
-    claimed, certified = budget["claimed"]["epsilon"], min(float(c["epsilon"]) for c in budget["certified"].values())
+    claimed, certified = budget["claimed"]["epsilon"] if budget["claimed"] else math.nan, min(float(c["epsilon"]) for c in budget["certified"].values())
     return replace(record, budget={**budget, "empirical": asdict(found), "verdict": verdict_of(float(claimed), certified, found.epsilon)})
 
 # %% ../../nbs/audits/runs.ipynb #84c60eda

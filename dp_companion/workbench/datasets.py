@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['MNIST_MEAN', 'MNIST_STD', 'DIGITS_MEAN', 'DIGITS_STD', 'RGB_MEAN', 'RGB_STD', 'KELVINS', 'ARCHIVE_SHA256',
            'PICKLED_NAMES', 'DATASETS', 'Dataset', 'load_digits', 'data_root', 'load_mnist', 'thinned',
-           'load_unbalanced_mnist', 'load_unbalanced_digits', 'load_image_folder', 'check_pickle', 'load_cifar',
-           'load_ham10000', 'split', 'load_thinwall', 'load_synthetic_melt_pool', 'load_dataset', 'where']
+           'load_unbalanced_mnist', 'load_unbalanced_digits', 'load_minority_digits', 'load_image_folder',
+           'check_pickle', 'load_cifar', 'load_ham10000', 'split', 'load_thinwall', 'load_synthetic_melt_pool',
+           'load_dataset', 'where']
 
 # %% ../../nbs/workbench/datasets.ipynb #e0c6a883
 import hashlib
@@ -106,7 +107,7 @@ def thinned(
     return replace(data, name=name, train_images=data.train_images[keep], train_labels=data.train_labels[keep],
                    source=f"{data.source}; training images of class {group} thinned from {of_group.sum():,} to {(keep & of_group).sum():,} (about {share:.0%} on average, seed {seed})")
 
-# %% ../../nbs/workbench/datasets.ipynb #8bb370c4
+# %% ../../nbs/workbench/datasets.ipynb #1e514c8a
 def load_unbalanced_mnist(root:Path|None=None)->Dataset: # As `load_mnist`, with about 547 images of class 8
     "MNIST with class 8 thinned to about 1 % (paper `global_adapt_v2`, Section 5)."
     return thinned(load_mnist(root), name="unbalanced_mnist")
@@ -114,6 +115,12 @@ def load_unbalanced_mnist(root:Path|None=None)->Dataset: # As `load_mnist`, with
 def load_unbalanced_digits(root:Path|None=None)->Dataset: # As `load_digits`, with about 13 images of class 8
     "The digits with class 8 thinned to about 1 %, for the digits profile."
     return thinned(load_digits(root), name="unbalanced_digits")
+
+def load_minority_digits(root:Path|None=None)->Dataset: # As `load_digits`, with about 37 images of each of the classes 5 to 9
+    "The digits with half of their classes thinned to about 4 % each: a majority group and a minority group, for paper `sad`'s digits profile."
+    whole = made = load_digits(root)
+    for group in range(5, 10): made = thinned(made, name="minority_digits", group=group, share=.04, seed=group)
+    return replace(made, source=f"{whole.source}; training images of classes 5 to 9 thinned to about 4 % each on average (seeds 5 to 9), {(made.train_labels >= 5).sum()} of {len(made.train_labels):,} images together")
 
 # %% ../../nbs/workbench/datasets.ipynb #e57a13fb
 def _colour(images): # bytes (n, height, width, 3)
@@ -243,8 +250,8 @@ def load_synthetic_melt_pool(
     frames = synthetic_frames(side)
     return split(**frames, name=name, source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, {frames['labels'].sum()} of them porous")
 
-# %% ../../nbs/workbench/datasets.ipynb #f6faa0d6
-DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
+# %% ../../nbs/workbench/datasets.ipynb #9a7c415b
+DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "minority_digits": load_minority_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
             "cifar10": partial(load_cifar, classes=10), "cifar100": partial(load_cifar, classes=100), "thinwall": load_thinwall,
             "ham10000": load_ham10000, "ham10000_by_image": partial(load_ham10000, name="ham10000_by_image", by="image"), "ham10000_small": partial(load_ham10000, name="ham10000_small", side=32),
             "synthetic_melt_pool": load_synthetic_melt_pool, "synthetic_melt_pool_small": partial(load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small")} # Name in a run's description to its loader

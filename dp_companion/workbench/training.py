@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'noise_schedule', 'bound_schedule', 'poisson_plan', 'rule_at', 'cached', 'budget_report', 'pinned_kernels',
-           'OrdinaryStep', 'stream_seed', 'Run', 'build_step', 'step', 'epoch', 'nonprivate_means', 'evaluate', 'train',
-           'train_now', 'check_target', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
+           'OrdinaryStep', 'stream_seed', 'Run', 'build_step', 'step', 'multipliers_ahead', 'signal_of', 'followed',
+           'epoch', 'nonprivate_means', 'evaluate', 'further_metrics', 'train', 'train_now', 'check_target',
+           'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
 # %% ../../nbs/workbench/training.ipynb #402e86b7
 import io
 import math
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 import numpy as np
 import torch
@@ -19,26 +21,30 @@ from filelock import FileLock
 from joblib import Memory
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.nn.functional import cross_entropy
-from ..algorithms.clipping import RULES, ClipRule, clip_rule
+from ..algorithms.adaptive_noise import BatchStep, following_state, gradient_energy, load_following, released_loss
+from ..algorithms.clipping import ClipRule
 from ..algorithms.engines import per_sample_losses
 from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport, certify
-from ..budgets.decayed import claimed_budget
 from ..budgets.events import gaussian_events
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, StepDecay, schedule
 from ..files import write_whole
 from .datasets import Dataset, load_dataset
 from .fairness import group_accuracies, macro_roc_auc
+from .imbalance import MINORITY, group_metrics
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
 from .records import RunRecord, RunSpec, digest, find_record, provenance, record_path, write_json
+from .steering import check_followed, check_step, claim_of, followed_report, following_noise, known_rule, rule_of_step, stage_bounds, stage_noise
 
-# %% ../../nbs/workbench/training.ipynb #f513e0f7
+# %% ../../nbs/workbench/training.ipynb #df9eb80a
 def noise_schedule(
     spec:RunSpec, # The run
-)->Schedule: # Epoch to noise multiplier
+    plan:PoissonPlan|None=None, # Its sampling, where the noise goes by stages
+)->Schedule: # Epoch, or step for stages, to noise multiplier
     "The noise schedule of `spec`."
+    if spec.decay == "stages": return stage_noise(spec, plan)
     return schedule(spec.decay, initial=spec.noise_multiplier, decay_rate=spec.decay_rate, drop_every=spec.drop_every if spec.decay == "step" else None)
 
 # %% ../../nbs/workbench/training.ipynb #80123882
@@ -58,17 +64,17 @@ def poisson_plan(
     "The sampling plan of `spec` on `data`."
     return PoissonPlan(dataset_size=len(data.train_labels), expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
 
-# %% ../../nbs/workbench/training.ipynb #b7043d40
+# %% ../../nbs/workbench/training.ipynb #f9be7f97
 def rule_at(
     spec:RunSpec, # The run
     epoch:int, # From 0
     classes:int, # Of its data: the groups of a rule that needs groups
 )->ClipRule: # The rule of that epoch
     "The clipping rule of `spec` with the upper bound of `epoch`."
-    bound = bound_schedule(spec)
+    bound, kind = bound_schedule(spec), known_rule(spec.clip_rule)
     constants = {"strict_max_grad_norm": None if bound is None else float(bound.at(epoch)), "stability": spec.stability, "count_noise": spec.count_noise,
-                 "num_groups": classes if RULES[spec.clip_rule].needs_groups else None}
-    return clip_rule(spec.clip_rule, max_grad_norm=spec.max_grad_norm, **{name: value for name, value in constants.items() if value is not None})
+                 "num_groups": classes if kind.needs_groups else None}
+    return kind(max_grad_norm=spec.max_grad_norm, **{name: value for name, value in constants.items() if value is not None})
 
 # %% ../../nbs/workbench/training.ipynb #04641f27
 def cached(
@@ -78,7 +84,7 @@ def cached(
     "Keep the results of a slow budget on disk, for the other seeds and for the next time."
     return Memory(Path(runs)/"cache", verbose=0).cache(function)
 
-# %% ../../nbs/workbench/training.ipynb #c1cc6506
+# %% ../../nbs/workbench/training.ipynb #663c837e
 def budget_report(
     spec:RunSpec, # The run
     plan:PoissonPlan, # Its sampling
@@ -87,15 +93,16 @@ def budget_report(
 )->BudgetReport: # Claimed and certified, with events; nothing certified without privacy
     "What the paper's formula claims for `spec`, and what standard accountants certify for it."
     if spec.clip_rule == "none": return BudgetReport(certified={}, delta=spec.delta, privacy_unit="image")
-    noise = noise_schedule(spec)
+    noise = noise_schedule(spec, plan)
     events = rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan)) # a rule's own noisy counts spend too
-    claimed = claimed_budget(noise, plan, delta=spec.delta)
-    return BudgetReport(claimed=claimed, certified=certify(events, delta=spec.delta), delta=spec.delta, privacy_unit="image", events=events, preconditions=claimed.preconditions)
+    claimed = claim_of(spec, noise, plan, events)
+    return BudgetReport(claimed=claimed, certified=certify(events, delta=spec.delta), delta=spec.delta, privacy_unit="image", events=events, preconditions=claimed.preconditions if claimed else ())
 
-# %% ../../nbs/workbench/training.ipynb #86b1e914
+# %% ../../nbs/workbench/training.ipynb #125b107e
 KERNELS = {
     ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
+    ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
 
 # %% ../../nbs/workbench/training.ipynb #89fb912b
@@ -131,7 +138,7 @@ def stream_seed(
     "A seed for one purpose of one run; no two of them share a stream."
     return int(digest({"purpose": purpose, "seed": seed})[:14], 16)
 
-# %% ../../nbs/workbench/training.ipynb #f86121b6
+# %% ../../nbs/workbench/training.ipynb #064d22c2
 class Run:
     "The state of one run between two epochs."
     def __init__(self,
@@ -139,7 +146,8 @@ class Run:
         data:Dataset, # Its data
     ):
         self.spec, self.data, self.plan = spec, data, poisson_plan(spec, data)
-        self.multipliers = np.zeros(self.plan.steps) if spec.clip_rule == "none" else self.plan.per_step(noise_schedule(spec))
+        self.multipliers = np.zeros(self.plan.steps) if spec.clip_rule == "none" else self.plan.per_step(noise_schedule(spec, self.plan))
+        self.bounds, self.following = stage_bounds(spec, self.plan), following_noise(spec, self.plan)
         self.loss, image = build_loss(spec.loss), data.train_images.shape
         self.model = build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=image[-1], channels=image[1], classes=data.classes)
         self.sampling, self.noise = (torch.Generator().manual_seed(stream_seed(spec.seed, purpose)) for purpose in ("sampling", "noise"))
@@ -152,17 +160,18 @@ class Run:
         "All that changes between epochs."
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict(), "epochs": self.epochs,
                 "rule": asdict(self.step.clip_rule) if self.step.clip_rule else None, "ledger": self.ledger, "nonfinite": self.nonprivate_nonfinite_samples,
-                "sampling": self.sampling.get_state(), "noise": self.noise.get_state()}
+                "sampling": self.sampling.get_state(), "noise": self.noise.get_state(), "following": following_state(self.following) if self.following else None}
 
     def load(self, state:dict):
         "Take up a saved state."
         self.model.load_state_dict(state["model"]); self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.sampling.set_state(state["sampling"]); self.noise.set_state(state["noise"])
-        if state["rule"]: self.step.clip_rule = clip_rule(self.spec.clip_rule, **state["rule"])
+        if state["rule"]: self.step.clip_rule = type(self.step.clip_rule)(**state["rule"])
+        if self.following: load_following(self.following, state["following"])
         self.epochs, self.ledger, self.nonprivate_nonfinite_samples = state["epochs"], state["ledger"], state["nonfinite"]
 
-# %% ../../nbs/workbench/training.ipynb #1238227d
+# %% ../../nbs/workbench/training.ipynb #d84bec02
 def build_step(
     run:Run, # With its model and optimizer
     side:int, # Of its images, in pixels
@@ -170,10 +179,11 @@ def build_step(
     "The step that `run` takes."
     spec = run.spec
     if spec.clip_rule == "none": return OrdinaryStep(run.model, run.optimizer, spec.expected_batch_size)
+    if spec.clip_rule == "batch": return BatchStep(run.model, run.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), generator=run.noise)
     return PrivateStep(run.model, run.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size,
                        engine=spec.engine, generator=run.noise, kernels=pinned_kernels(spec, side))
 
-# %% ../../nbs/workbench/training.ipynb #4c4917e1
+# %% ../../nbs/workbench/training.ipynb #8b997adc
 def step(
     run:Run, # The run
     indices:list, # The Poisson batch: positions in the training set, perhaps none
@@ -181,26 +191,55 @@ def step(
 )->StepReport: # What is named nonprivate in it is for the page only
     "One step of `run`; its multiplier is taken down before the noise is drawn."
     run.ledger.append(noise_multiplier)
+    run.step.clip_rule = rule_of_step(run.step.clip_rule, run.bounds, len(run.ledger) - 1)
     images, labels = run.data.train_images[indices], run.data.train_labels[indices]
     groups = labels if getattr(run.step.clip_rule, "needs_groups", False) else None
     report = run.step(run.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
+    check_step(report, run.bounds, len(run.ledger) - 1)
+    if run.following: run.following.see(signal_of(run, report))
     run.lr.step()
     run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
     return report
 
-# %% ../../nbs/workbench/training.ipynb #57151b34
+# %% ../../nbs/workbench/training.ipynb #0166ed51
+def multipliers_ahead(
+    run:Run, # The run, between two epochs
+): # Noise multipliers of the steps to come; fewer where a filter ends the run
+    "The multiplier of each step, taken from the schedule or granted by the filter."
+    if run.following: yield from iter(run.following.next, None)
+    else: yield from run.multipliers[len(run.ledger):].tolist()
+
+def signal_of(
+    run:Run, # The run
+    report:StepReport, # Of the step that was just taken
+)->float: # What the noise follows; private
+    "What a step released for the noise to follow."
+    if run.spec.adapt_to == "gradient_norm": return gradient_energy(run.model, report.noise_std)
+    return released_loss(report.nonprivate_losses, bound=2*math.log(run.data.classes), noise_multiplier=run.spec.signal_noise, expected_batch_size=run.spec.expected_batch_size, generator=run.noise)
+
+def followed(
+    run:Run, # The run, after an epoch
+    steps:int, # That the epoch had
+)->dict: # Nothing for a run that keeps to its schedule
+    "What the noise followed, for the record: the signal, steps taken, and the filter's reading (nats)."
+    if not run.following: return {}
+    run.following.end_epoch()
+    return {"signal": run.following.signal, "steps": steps, "filter_reading": run.following.filter.spent}
+
+# %% ../../nbs/workbench/training.ipynb #8a8ae396
 def epoch(
     run:Run, # The run; its next epoch is trained
 ):
-    "One epoch of `run`, its metrics appended."
-    e, first = len(run.epochs), len(run.ledger)
+    "One epoch of `run`, its metrics appended; nothing where a filter refuses its first step."
+    e = len(run.epochs)
     if run.spec.bound_decay_rate is not None: run.step.clip_rule = rule_at(run.spec, e, run.data.classes) # a rule that follows counts goes on as it is
     batches = UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))
     run.model.train()
-    reports = [step(run, indices, multiplier) for indices, multiplier in zip(batches, run.multipliers[first:].tolist())]
-    metrics = evaluate(run.model, run.data, run.loss)
+    reports = [step(run, indices, multiplier) for indices, multiplier in zip(batches, multipliers_ahead(run))]
+    if not reports: return
+    metrics = evaluate(run.model, run.data, run.loss, further_metrics(run.spec))
     observe(run.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None else math.inf)
-    run.epochs.append({"epoch": e, "noise_multiplier": run.ledger[-1], **bounds(run.step.clip_rule), **nonprivate_means(reports), **metrics})
+    run.epochs.append({"epoch": e, "noise_multiplier": run.ledger[-1], **bounds(run.step.clip_rule), **followed(run, len(reports)), **nonprivate_means(reports), **metrics})
 
 # %% ../../nbs/workbench/training.ipynb #7c046bdf
 def bounds(rule):
@@ -219,11 +258,12 @@ def nonprivate_means(
     losses, norms = (torch.cat([getattr(r, name) for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
     return {"nonprivate_train_loss": finite(losses.mean().item()), "nonprivate_grad_norm": finite(norms.mean().item())}
 
-# %% ../../nbs/workbench/training.ipynb #b890cfdf
+# %% ../../nbs/workbench/training.ipynb #9b190e39
 def evaluate(
     model:torch.nn.Module, # The network
     data:Dataset, # Its test images are used
     loss=cross_entropy, # As `losses.build_loss` gives it
+    further=None, # (logits, labels) -> more metrics
 )->dict: # test_accuracy and test_auc in [0, 1], test_loss in nats, test_accuracy_by_class; None where not finite or not there
     "What the test images, which training never sees, say of the network."
     model.eval()
@@ -231,7 +271,13 @@ def evaluate(
     predictions, by_class = logits.argmax(1), group_accuracies(logits.argmax(1), data.test_labels)
     return {"test_accuracy": (predictions == data.test_labels).float().mean().item(), "test_loss": finite(loss(logits, data.test_labels).item()),
             "test_auc": macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() and len(by_class) == data.classes else None,
-            "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)]}
+            "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)], **(further(logits, data.test_labels) if further else {})}
+
+def further_metrics(
+    spec:RunSpec, # The run
+): # (logits, labels) -> what papers `sad` and `adaptive_noise` report besides; None for the others, whose records stay as they are
+    "The metrics that only some papers report."
+    return partial(group_metrics, minority=MINORITY.get(spec.dataset, ())) if spec.paper in ("sad", "adaptive_noise") else None
 
 # %% ../../nbs/workbench/training.ipynb #91f4b459
 def train(
@@ -253,15 +299,15 @@ def train_now(
 )->RunRecord: # As written
     "Train `spec` from its last epoch, or from the start."
     run, started = Run(spec, data), time.time()
-    report = budget_report(spec, run.plan, run.data.classes, cached(certify, runs))
-    check_target(spec, report)
+    report = None if run.following else budget_report(spec, run.plan, run.data.classes, cached(certify, runs)) # a filter keeps the budget while it runs
+    if report: check_target(spec, report)
     checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
     if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
-    while len(run.epochs) < spec.epochs:
+    while len(run.epochs) < spec.epochs and not (run.following and run.following.has_ended):
         epoch(run)
         save_checkpoint(run, checkpoint)
     check_ledger(run)
-    return finish(run, report, runs, started)
+    return finish(run, report or followed_report(spec, run.following), runs, started)
 
 # %% ../../nbs/workbench/training.ipynb #28b4f216
 def check_target(
@@ -274,11 +320,12 @@ def check_target(
         raise ValueError(f"noise_multiplier must be certified for target_epsilon={spec.target_epsilon}, got noise_multiplier={spec.noise_multiplier}, which spends {spent:.4g}; "
                          "use the one that `dp-companion calibrate` gives")
 
-# %% ../../nbs/workbench/training.ipynb #36073cf5
+# %% ../../nbs/workbench/training.ipynb #8e4c6590
 def check_ledger(
     run:Run, # A run whose last epoch is done
 ):
     "The noise that was applied must be the noise that was accounted, step by step."
+    if run.following: return check_followed(run.ledger, run.following)
     if run.ledger != run.multipliers.tolist():
         raise RuntimeError(f"applied noise multipliers must equal the {run.plan.steps} accounted ones, got {len(run.ledger)} that differ; this run certifies nothing")
 
