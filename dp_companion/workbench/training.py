@@ -91,8 +91,9 @@ def budget_report(
     claimed = claimed_budget(noise, plan, delta=spec.delta)
     return BudgetReport(claimed=claimed, certified=certify(events, delta=spec.delta), delta=spec.delta, privacy_unit="image", events=events, preconditions=claimed.preconditions)
 
-# %% ../../nbs/workbench/training.ipynb #86b1e914
+# %% ../../nbs/workbench/training.ipynb #e6fd6486
 KERNELS = {
+    **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
     ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
@@ -232,7 +233,7 @@ def evaluate(
             "test_auc": macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() and len(by_class) == data.classes else None,
             "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)]}
 
-# %% ../../nbs/workbench/training.ipynb #19926996
+# %% ../../nbs/workbench/training.ipynb #1561e38d
 def train(
     spec:RunSpec, # The run
     runs:Path=Path("runs"), # Folder of runs
@@ -240,6 +241,7 @@ def train(
 )->RunRecord: # Found there, or trained now
     "The record of `spec`: found in `runs`, resumed at its last epoch, or trained from the start."
     if (found := find_record(spec, runs)) is not None: return found
+    if spec.paper == "sanitization": return _sanitized(spec, runs, data)
     run, started = Run(spec, data or load_dataset(spec.dataset)), time.time()
     report = budget_report(spec, run.plan, run.data.classes, cached(certify, runs))
     check_target(spec, report)
@@ -250,6 +252,10 @@ def train(
         save_checkpoint(run, checkpoint)
     check_ledger(run)
     return finish(run, report, runs, started)
+
+def _sanitized(spec, runs, data): # imported late, since it builds on this module
+    from dp_companion.workbench.sanitized import train_sanitized
+    return train_sanitized(spec, runs, data)
 
 # %% ../../nbs/workbench/training.ipynb #28b4f216
 def check_target(
