@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from ..algorithms.private_step import PrivateStep
-from .bounds import Finding, finding_from_guesses
+from .bounds import finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
 from ..workbench.datasets import Dataset, load_dataset
 from ..workbench.optimizers import build_lr_scheduler, build_optimizer

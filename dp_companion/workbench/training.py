@@ -100,6 +100,7 @@ def budget_report(
 
 # %% ../../nbs/workbench/training.ipynb #125b107e
 KERNELS = {
+    **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
     ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
     ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
@@ -289,7 +290,7 @@ def train(
     if (found := find_record(spec, runs)) is not None: return found
     record_path(spec, runs).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(record_path(spec, runs).with_name(".lock")): # who asks for a run while another process trains it waits, and finds its record
-        return find_record(spec, runs) or train_now(spec, runs, data or load_dataset(spec.dataset))
+        return find_record(spec, runs) or (_sanitized if spec.paper == "sanitization" else train_now)(spec, runs, data or load_dataset(spec.dataset))
 
 # %% ../../nbs/workbench/training.ipynb #9caeecff
 def train_now(
@@ -308,6 +309,10 @@ def train_now(
         save_checkpoint(run, checkpoint)
     check_ledger(run)
     return finish(run, report or followed_report(spec, run.following), runs, started)
+
+def _sanitized(spec, runs, data): # imported late, since it builds on this module
+    from dp_companion.workbench.sanitized import train_sanitized
+    return train_sanitized(spec, runs, data)
 
 # %% ../../nbs/workbench/training.ipynb #28b4f216
 def check_target(
