@@ -124,3 +124,12 @@ def test_audit_refuses_what_has_no_noise(tmp_path):
     (tmp_path/"spec.json").write_text(json.dumps({**values, "clip_rule": "none", "accounting": "none"}))
     status, _, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
     assert status == 2 and "noisy queries" in err and err.count("\n") == 1, err
+
+
+def test_audit_of_a_paper_s_headline():
+    status, out, _ = terminal("audit", "adaptive_noise", "--json")
+    printed, real = json.loads(out)
+    assert status == 0 and printed["claimed"]["epsilon"] <= 1 < printed["empirical"]["epsilon"] <= printed["certified"]["pld"]["epsilon"]
+    assert real["empirical"]["epsilon"] <= real["certified"]["pld"]["epsilon"] <= 1
+    status, _, err = terminal("audit", "a_fifth_paper")
+    assert status == 2 and "paper must be one of global_adapt_v2, sad, adaptive_noise, sanitization" in err

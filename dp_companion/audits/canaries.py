@@ -183,7 +183,7 @@ def log_likelihood_ratio(
     if sample_rate == 1: return ratio.sum(-1)
     return (nn.functional.softplus(ratio + math.log(sample_rate) - math.log1p(-sample_rate)) + math.log1p(-sample_rate)).sum(-1)
 
-# %% ../../nbs/audits/canaries.ipynb #f37d86c2
+# %% ../../nbs/audits/canaries.ipynb #48da4b16
 BLOCK = 1<<18 # Values drawn at once
 
 def schedule_scores(
@@ -191,13 +191,14 @@ def schedule_scores(
     *,
     draws:int, # Runs per world
     seed:int=0, # Of the noise and the batches
+    images:int=1, # Of the canary, each drawn by itself and clipped by itself
 )->tuple[np.ndarray,np.ndarray]: # (draws,) without the canary, (draws,) with it
-    "Log-likelihood ratios of whole runs; every canary gets through at the sensitivity."
+    "Log-likelihood ratios of whole runs; every canary gets through at the sensitivity. With several images, those of one that is there if any is."
     generator, events = torch.Generator().manual_seed(seed), tuple(events)
     def ratio(event, steps, is_in):
         x = torch.randn(draws, steps, generator=generator).mul_(event.noise_multiplier)
-        if is_in: x += torch.rand(draws, steps, generator=generator) < event.sample_rate
-        return log_likelihood_ratio(x, event.noise_multiplier, event.sample_rate).double()
+        if is_in: x += (torch.rand(draws, steps, images, generator=generator) < event.sample_rate).sum(-1)
+        return log_likelihood_ratio(x, event.noise_multiplier, event.sample_rate if images == 1 else 1 - (1 - event.sample_rate)**images).double()
     def world(is_in):
         size = max(1, BLOCK//draws)
         blocks = ((event, min(size, event.steps - done)) for event in events for done in range(0, event.steps, size))
@@ -212,9 +213,10 @@ def audit_schedule(
     confidence:float=.95, # Of the bound, in (0, 1)
     seed:int=0, # Of the noise and the batches
     method:str="rates", # rates; the Gaussian methods are estimates where batches are sampled
+    images:int=1, # Of the canary: of a lesion, say
 )->Finding:
     "Lower bound on the epsilon of a noise schedule, by drawing its releases (KOV15, NP33)."
-    return finding_from_scores(*schedule_scores(events, draws=_whole("draws", draws, 8), seed=seed), delta=delta, confidence=confidence, method=method, seed=seed)
+    return finding_from_scores(*schedule_scores(events, draws=_whole("draws", draws, 8), seed=seed, images=_whole("images", images)), delta=delta, confidence=confidence, method=method, seed=seed)
 
 # %% ../../nbs/audits/canaries.ipynb #05639dee
 def run_scores(
