@@ -54,7 +54,7 @@ def test_load_gives_floats_with_nan_only_where_the_paper_is_silent(text):
 def test_the_four_papers_make_the_whole():
     parts = pd.concat([load(paper) for paper in PAPERS], ignore_index=True)
     pd.testing.assert_frame_equal(parts, load())
-    assert len(parts) == sum(ROWS_PER_TABLE.values()) == 551
+    assert len(parts) == sum(ROWS_PER_TABLE.values()) == 558
 
 
 def test_each_block_of_a_table_is_complete(text):

@@ -63,7 +63,7 @@ def printed_decimals(
     "How many decimals a paper printed: 88.0200 says more than 88.02."
     return len(value.partition(".")[2])
 
-# %% ../../nbs/published.ipynb #2955df51
+# %% ../../nbs/published.ipynb #4ab091b1
 ROWS_PER_TABLE = {
     **{("global_adapt_v2", f"Table {t}"): 5*6 for t in (4, 5, 6)}, # five budgets, six methods
     **{("global_adapt_v2", f"Table {t}"): 5*2*5 for t in range(7, 12)}, # five budgets, two data sets, five metrics
@@ -73,6 +73,7 @@ ROWS_PER_TABLE = {
     **{("global_adapt_v2", f"Table {t}"): n*2 for t, n in ((18, 5), (19, 5), (20, 4), (21, 10))}, # n settings, two metrics
     ("sad", "Table I"): 3, ("sad", "Table II"): 3*4, # three numbers of stages; three budgets, four methods
     ("adaptive_noise", "Results table"): 4 + 2, # four accuracies, two privacy losses
+    ("adaptive_noise", "Section 4.4"): 6 + 1, # six accuracies and one share of epochs, all with "about" in the text
     ("sanitization", "Table 1"): 2*(3*3 + 1), # two thresholds, three vectors of three and one standard deviation
     ("sanitization", "Table 2"): 5, ("sanitization", "Table 3"): 8, ("sanitization", "Table 4"): 8, # one accuracy a row
 }
