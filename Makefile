@@ -1,5 +1,6 @@
 # Two commands, each from a fresh clone with only Python >= 3.10 and make.
 #   make reproduce   install, execute the notebooks, train what has no record, build _site/, print the headline table
+#   make reproduce-all   the same, and train the long experiments too, whose outputs are kept in nbs/
 #   make test        install, check that notebooks and package are in step, run the quick tests of both: minutes on two cores
 #   make test-slow   the cells marked `#| slow` (with the cells that they need) and the tests marked slow; make test-all: both
 PYTHON  ?= python3
@@ -10,7 +11,7 @@ BIN     := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install reproduce test test-slow test-all bench readme pages clean
+.PHONY: help install reproduce reproduce-all test test-slow test-all bench readme pages clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -26,6 +27,9 @@ $(VENV)/installed: settings.ini setup.py pyproject.toml
 
 reproduce: install
 	@$(BIN)/dp-companion reproduce --profile $(PROFILE)
+
+reproduce-all: install
+	@$(BIN)/dp-companion reproduce --profile $(PROFILE) --all
 
 # Quick is what fits in five minutes. A slow cell is besides executed whenever its page is stale, and .ci/run runs everything.
 test: install

@@ -56,11 +56,12 @@ def _flat(content, prefix=""):
         if isinstance(value, (dict, list)) and value: yield from _flat(value, path + ".")
         else: yield path, value
 
-# %% ../nbs/cli.ipynb #8f0c911d
+# %% ../nbs/cli.ipynb #9cf00a1a
 @app.command()
 def reproduce(
     profile:ProfileFlag="digits", runs:RunsFlag=Path("runs"), source:Annotated[Path, typer.Option(help="The project's notebooks.")]=Path("nbs"),
-    out:Annotated[Path, typer.Option(help="Where the pages go.")]=Path("_site"), workers:Annotated[int, typer.Option(help="Processes at once.")]=2,
+    out:Annotated[Path, typer.Option(help="Where the pages go.")]=Path("_site"), workers:Annotated[int, typer.Option(help="Notebooks at once.")]=2,
+    everything:Annotated[bool, typer.Option("--all", help="Train the long experiments too, whose outputs at the small profile are kept in the notebooks.")]=False,
 ):
     """Run everything and build the site.
 
@@ -71,7 +72,7 @@ def reproduce(
     from dp_companion.workbench.site import build_site
     from dp_companion.workbench.tables import headline
     executed = runs/"notebooks"/profile.value
-    execute_all(source, executed, profile=profile.value, runs=runs, workers=workers)
+    execute_all(source, executed, profile=profile.value, runs=runs, workers=workers, everything=everything)
     page = build_site(executed, out)/"index.html"
     made = json.loads((executed/"experiments/global_adapt_v2/utility.ipynb").read_text(encoding="utf-8"))
     records = [read_record(runs/name/"record.json") for name in listed_records(made)]

@@ -70,7 +70,7 @@ def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
 
 
 def test_committed_outputs_belong_to_the_code(root):
-    from dp_companion.workbench.notebooks import committed_keys, execution_key, is_experiment, source_notebooks
-    current = {str(p.relative_to(root/"nbs")): execution_key(p, {}) for p in source_notebooks(root/"nbs") if not is_experiment(p)}
+    from dp_companion.workbench.notebooks import committed_keys, execution_key, is_kept, page_parameters, source_notebooks
+    current = {str(p.relative_to(root/"nbs")): execution_key(p, page_parameters(p)) for p in source_notebooks(root/"nbs") if is_kept(p)}
     committed = committed_keys(root/"nbs")
     assert sorted(name for name in {*current, *committed} if current.get(name) != committed.get(name)) == [], "run `make pages` and commit nbs/ and results/"

@@ -1,6 +1,7 @@
 "Executing notebooks: found again, resumed after a kill, and never a page from the wrong parameters."
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from dp_companion.workbench.grid import run_grid
-from dp_companion.workbench.notebooks import execute_all
+from dp_companion.workbench.notebooks import KEPT, committed_keys, execute_all, refresh_pages
 
 KERNEL = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
 PAGE = ["x = 1 + 1\nx"]
@@ -100,3 +101,22 @@ def test_a_damaged_record_stops_the_page(tmp_path, monkeypatch):
     record.write_bytes(damaged)
     with pytest.raises(RuntimeError, match="record must be whole and unchanged, got another content than its digest says"): execute(tmp_path)
     assert not list(tmp_path.glob("runs/notebooks/**/*.ipynb"))
+
+
+def test_kept_experiments_are_trained_only_on_demand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path/"nbs"/"experiments"/"toy.ipynb"
+    notebook(page, [*EXPERIMENT[:2], EXPERIMENT[2].replace("range(3)", "range(1)").replace("epochs=3", "epochs=1")])
+    content = json.loads(page.read_text())
+    content["cells"][0]["metadata"]["tags"].append(KEPT)
+    page.write_text(json.dumps(content))
+    refresh_pages(workers=1)
+    first, = tmp_path.glob("runs/*/record.json")
+    assert json.loads(page.read_text())["cells"][2]["outputs"] and committed_keys(Path("nbs")).keys() == {"experiments/toy.ipynb"}
+    first.unlink()
+    shutil.rmtree(tmp_path/"runs"/"notebooks")
+    execute(tmp_path) # as in a fresh clone
+    shown = json.loads(Path("runs/notebooks/digits/experiments/toy.ipynb").read_text())
+    assert shown["cells"][2]["outputs"] and not list(tmp_path.glob("runs/*/record.json"))
+    execute_all(Path("nbs"), Path("runs/notebooks/digits"), profile="digits", runs=Path("runs"), workers=1, everything=True)
+    assert first.exists()
