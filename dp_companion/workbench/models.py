@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NF_NETS', 'MODELS', 'mnist_cnn', 'unbalanced_mnist_cnn', 'ChannelShuffle', 'ShuffleUnit', 'small_shufflenet',
            'cifar_cnn', 'ResidualBlock', 'small_resnet', 'Resize', 'weights_file', 'nf_net', 'nf_net_f0', 'nf_net_f1',
-           'build_model']
+           'resnet50', 'build_model']
 
 # %% ../../nbs/workbench/models.ipynb #75c3e017
 from pathlib import Path
@@ -199,9 +199,31 @@ def nf_net_f1(
     "NF-Net-F1, which paper `global_adapt_v2` fine-tunes on CIFAR-100."
     return nf_net("nf_net_f1", **shape)
 
-# %% ../../nbs/workbench/models.ipynb #6814d3b4
+# %% ../../nbs/workbench/models.ipynb #9afe21be
+def resnet50(
+    image_size:int=224, # Side of the square image in pixels, from 32 up
+    channels:int=3, # Channels of the image
+    classes:int=7, # Number of classes
+    pretrained:bool=True, # As paper sad; False starts from random weights
+)->nn.Module: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+    "ResNet-50 with group norm, its classifier initialised anew (paper `sad`)."
+    import torchvision
+    _check_size(image_size, 32)
+    network = torchvision.models.resnet50(weights=None, num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
+    if channels != 3: raise ValueError(f"channels must be 3 for resnet50, got channels={channels}")
+    if pretrained: network.load_state_dict({**_resnet_weights(data_root()/"weights"/"resnet50.pth"), **{f"fc.{n}": p for n, p in network.fc.state_dict().items()}})
+    return network
+
+def _resnet_weights(path):
+    "Torchvision's weights without the classifier and without what batch norm kept of its images."
+    try: weights = torch.load(path, weights_only=True)
+    except FileNotFoundError: raise FileNotFoundError(f"pre-trained weights must be at {path}, got no such file; put torchvision's resnet50-*.pth there under that name, or pass pretrained=False") from None
+    except Exception as error: raise ValueError(f"pre-trained weights must be torchvision's of ResNet-50, got {path} that cannot be read ({type(error).__name__})") from None
+    return {name: tensor for name, tensor in weights.items() if not name.startswith("fc.") and "running_" not in name and "num_batches" not in name}
+
+# %% ../../nbs/workbench/models.ipynb #f83b7685
 MODELS = {"mnist_cnn": mnist_cnn, "unbalanced_mnist_cnn": unbalanced_mnist_cnn, "small_shufflenet": small_shufflenet, "cifar_cnn": cifar_cnn, "small_resnet": small_resnet,
-          "nf_net_f0": nf_net_f0, "nf_net_f1": nf_net_f1} # Name in a run's description to the function that builds it
+          "nf_net_f0": nf_net_f0, "nf_net_f1": nf_net_f1, "resnet50": resnet50} # Name in a run's description to the function that builds it
 
 # %% ../../nbs/workbench/models.ipynb #f27ea909
 def build_model(
