@@ -199,7 +199,7 @@ def nf_net_f1(
     "NF-Net-F1, which paper `global_adapt_v2` fine-tunes on CIFAR-100."
     return nf_net("nf_net_f1", **shape)
 
-# %% ../../nbs/workbench/models.ipynb #9afe21be
+# %% ../../nbs/workbench/models.ipynb #7f46b7fb
 def resnet50(
     image_size:int=224, # Side of the square image in pixels, from 32 up
     channels:int=3, # Channels of the image
@@ -207,9 +207,15 @@ def resnet50(
     pretrained:bool=True, # As paper sad; False starts from random weights
 )->nn.Module: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "ResNet-50 with group norm, its classifier initialised anew (paper `sad`)."
-    import torchvision
+    from torchvision.models.resnet import Bottleneck, ResNet
+    class PlainBottleneck(Bottleneck):
+        def forward(self, x): # torchvision's, without its sum in place, which per-sample hooks cannot follow
+            out = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
+            return self.relu(self.bn3(self.conv3(out)) + (x if self.downsample is None else self.downsample(x)))
     _check_size(image_size, 32)
-    network = torchvision.models.resnet50(weights=None, num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
+    network = ResNet(PlainBottleneck, [3, 4, 6, 3], num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
+    for layer in network.modules(): # nothing in place
+        if isinstance(layer, nn.ReLU): layer.inplace = False
     if channels != 3: raise ValueError(f"channels must be 3 for resnet50, got channels={channels}")
     if pretrained: network.load_state_dict({**_resnet_weights(data_root()/"weights"/"resnet50.pth"), **{f"fc.{n}": p for n, p in network.fc.state_dict().items()}})
     return network
