@@ -22,7 +22,7 @@ from dp_companion.workbench.training import Run, epoch, train
 
 SMALL = dict(epochs=2, expected_batch_size=128)
 SAD = sad_values(sad_profile("digits"), "SAD-DPSGD", **SMALL)
-ADAPTIVE = {m: adaptive_values(adaptive_profile("digits"), f"Adaptive DP-SGD, by {m}", **SMALL) for m in ("gradient", "loss")}
+ADAPTIVE = {m: adaptive_values(adaptive_profile("digits"), f"Adaptive DP-SGD, by {m}", **SMALL, **change) for m, change in (("gradient", {}), ("loss", {"signal_noise": 8.}))}
 
 
 def spec_of(values, noise_multiplier=3., target_epsilon=3., seed=0):

@@ -250,10 +250,10 @@ def load_synthetic_melt_pool(
     frames = synthetic_frames(side)
     return split(**frames, name=name, source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, {frames['labels'].sum()} of them porous")
 
-# %% ../../nbs/workbench/datasets.ipynb #9a7c415b
+# %% ../../nbs/workbench/datasets.ipynb #6f31273a
 DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "minority_digits": load_minority_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
             "cifar10": partial(load_cifar, classes=10), "cifar100": partial(load_cifar, classes=100), "thinwall": load_thinwall,
-            "ham10000": load_ham10000, "ham10000_by_image": partial(load_ham10000, name="ham10000_by_image", by="image"), "ham10000_small": partial(load_ham10000, name="ham10000_small", side=32),
+            "ham10000": load_ham10000, "ham10000_by_image": partial(load_ham10000, name="ham10000_by_image", by="image"), "ham10000_small": partial(load_ham10000, name="ham10000_small", side=32), "ham10000_224": partial(load_ham10000, name="ham10000_224", side=224),
             "synthetic_melt_pool": load_synthetic_melt_pool, "synthetic_melt_pool_small": partial(load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small")} # Name in a run's description to its loader
 
 # %% ../../nbs/workbench/datasets.ipynb #acd8c7eb
@@ -265,15 +265,15 @@ def load_dataset(
     if name not in DATASETS: raise ValueError(f"dataset must be one of {sorted(DATASETS)}, got dataset={name!r}")
     return DATASETS[name](root)
 
-# %% ../../nbs/workbench/datasets.ipynb #64c0836a
+# %% ../../nbs/workbench/datasets.ipynb #01ac14cd
 PLACES = {"mnist": ("MNIST/raw/train-images-idx3-ubyte",), "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
           "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"), "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"), "thinwall": ("Thinwall",),
-          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small"), ("HAM10000",))} # what a loader looks for, in this order
+          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_224"), ("HAM10000",))} # what a loader looks for, in this order
 TO_GET = {"mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw", "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw",
           "cifar10": "downloaded on first use, or put cifar-10-python.tar.gz or cifar10/{{train,test}}/<class>/*.jpg into {root}",
           "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or cifar100/{{train,test}}/<class>/*.jpg into {root}",
           "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not downloadable here",
-          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small"), "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")}
+          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_224"), "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")}
 
 # %% ../../nbs/workbench/datasets.ipynb #56715df4
 def where(

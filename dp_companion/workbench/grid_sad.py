@@ -60,7 +60,7 @@ def mean_bound()->float: # Of SAD-DPSGD over a run, in bounds of the other metho
     lengths = exact_stage_lengths(1., stages=STAGED["stages"], length_ratio=STAGED["stage_ratio"])
     return float((lengths*BOUND_RATIO**np.arange(STAGED["stages"] - 1, -1, -1)).sum())
 
-# %% ../../nbs/workbench/grid_sad.ipynb #e5e27aab
+# %% ../../nbs/workbench/grid_sad.ipynb #2a5aeb51
 def sad_values(
     profile:Profile, # Sizes
     method:str, # A key of `SAD_METHODS`
@@ -70,6 +70,7 @@ def sad_values(
     if method not in SAD_METHODS: raise ValueError(f"method must be one of {'; '.join(SAD_METHODS)}, got method={method!r}")
     sizes = {k: v for k, v in asdict(profile).items() if k not in ("dataset_size", "seeds", "drop_every")}
     values = {"paper": "sad", "method": method, **sizes, "optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant", "max_grad_norm": FINAL_BOUND, **SAD_METHODS[method], **changes}
+    if profile.model == "resnet50": values["engine"] = "ghost" # two passes, no per-sample gradient
     if method == "DP-SGD, larger rate": values["learning_rate"] *= mean_bound()
     if values.get("decay") == "step": values = {"drop_every": profile.drop_every, **values}
     if values.get("decay") == "linear" and "decay_rate" not in changes: values["decay_rate"] = values["decay_rate"]**(PAPER_EPOCHS/values["epochs"])
