@@ -37,10 +37,10 @@ def worst_case(
     if is_bright: images[0] = 1.
     return Dataset(name=dataset, train_images=images, train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1], test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
 
-# %% ../../nbs/audits/sanitized.ipynb #24aa2baf
-def first_weight(run:SanitizedRun)->Tensor: # Of the layer that sees the image
+# %% ../../nbs/audits/sanitized.ipynb #cd363702
+def first_weight(run:SanitizedRun)->Tensor: # Of the layer that sees the image; empty where nothing below the noise has weights
     "The first matrix of a network."
-    return next(p for p in run.model.parameters() if p.dim() > 1)
+    return next((p for p in run.model.below.parameters() if p.dim() > 1), torch.zeros(0))
 
 def moved(
     spec:RunSpec, # The run under attack; trained on few records, for few epochs
