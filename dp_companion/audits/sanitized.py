@@ -37,10 +37,10 @@ def worst_case(
     if is_bright: images[0] = 1.
     return Dataset(name=dataset, train_images=images, train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1], test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
 
-# %% ../../nbs/audits/sanitized.ipynb #25527560
-def first_weight(run:SanitizedRun)->Tensor: # Of the layer that sees the image
+# %% ../../nbs/audits/sanitized.ipynb #cd363702
+def first_weight(run:SanitizedRun)->Tensor: # Of the layer that sees the image; empty where nothing below the noise has weights
     "The first matrix of a network."
-    return next(p for p in run.model.parameters() if p.dim() > 1)
+    return next((p for p in run.model.below.parameters() if p.dim() > 1), torch.zeros(0))
 
 def moved(
     spec:RunSpec, # The run under attack; trained on few records, for few epochs
@@ -57,22 +57,24 @@ def moved(
 def short(
     spec:RunSpec, # A run
     records:int=8, # N of the attack
+    steps:int=1, # One an epoch
 )->RunSpec: # The same method
-    "One epoch in one batch: what the paper publishes after its first step. Its own budget is another, since it is another run."
-    return replace(spec, epochs=1, expected_batch_size=records, stop_window=None, stop_limit=None, lr_scheduler="constant")
+    "The first steps, all records in one batch: the paper publishes weights after each. Its own budget is another, since it is another run."
+    return replace(spec, epochs=steps, expected_batch_size=records, stop_window=None, stop_limit=None, lr_scheduler="constant")
 
-# %% ../../nbs/audits/sanitized.ipynb #20ffc566
+# %% ../../nbs/audits/sanitized.ipynb #c334a2ad
 def attack_below(
     spec:RunSpec, # A run
     *,
     draws:int=100, # Trainings per world
+    steps:int=1, # Of each
     seed:int=0, # First of 2*draws
     delta:float|None=None, # The run's where None
     confidence:float=.95, # Of the bound, in (0, 1)
     thresholds:tuple|None=(0.,), # Named before anything is seen; None chooses one on half of the draws
-)->Finding: # Lower bound on epsilon of its first step
+)->Finding: # Lower bound on epsilon of its first steps
     "Tell two neighbouring data sets apart by the first layer's weights."
-    once = short(spec)
+    once = short(spec, steps=steps)
     out, into = (np.array([moved(once, is_bright, seed + is_bright*draws + k) for k in range(draws)]) for is_bright in (False, True))
     return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence, thresholds=thresholds, seed=seed)
 

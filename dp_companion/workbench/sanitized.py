@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'build_layer', 'stopping_flag', 'row_weight', 'gradient_events',
            'layer_report', 'plain_report', 'Learner', 'SanitizedRun', 'Bounded', 'PublicHead', 'PrivateBelow',
-           'released', 'frozen_rows', 'sanitized_epoch', 'close_epoch', 'train_sanitized', 'checked_layer']
+           'released', 'rows_below', 'epoch_rows', 'sanitized_epoch', 'class_weights', 'close_epoch', 'train_sanitized',
+           'checked_layer']
 
 # %% ../../nbs/workbench/sanitized.ipynb #67938fdf
 import math
@@ -55,14 +56,26 @@ def build_layered(
     if spec.layer_below != "trained": model.head = ScaledHead(model.head, layer)
     return random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))) if spec.layer_below == "frozen" else model
 
-# %% ../../nbs/workbench/sanitized.ipynb #1326e25e
+# %% ../../nbs/workbench/sanitized.ipynb #02f5df9d
 class ScaledHead(nn.Module):
-    "A linear head on rows over their public scale, from zero."
+    "A linear head on centred rows over their public scale."
     def __init__(self, head:nn.Linear, layer:SanitizationLayer):
         super().__init__()
-        self.linear, self.by, self.bias_input = head, math.hypot(layer.noise_std, layer.clip), layer.clip
-        for p in head.parameters(): nn.init.zeros_(p)
-    def forward(self, rows): return nn.functional.linear(rows/self.by, self.linear.weight, self.linear.bias*(self.bias_input/self.by))
+        self.linear, self.by, self.bias_input = head, math.hypot(layer.noise_std, layer.clip), layer.clip/math.hypot(layer.noise_std, layer.clip)
+        self.register_buffer("center", torch.zeros(head.in_features))
+
+    def forward(self, rows): return nn.functional.linear((rows - self.center)/self.by, self.linear.weight, self.linear.bias*self.bias_input)
+
+    @torch.no_grad()
+    def start(self,
+        rows:Tensor, # (records, width) released
+        labels:Tensor, # (records,) public
+    ):
+        "The nearest class mean, as a linear function."
+        means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0) for k in range(self.linear.out_features)])
+        self.center.copy_(means.mean(0))
+        weight = (means - self.center)/self.by
+        self.linear.weight.copy_(weight); self.linear.bias.copy_(-weight.square().sum(1)/2/self.bias_input)
 
 # %% ../../nbs/workbench/sanitized.ipynb #954a7c02
 def build_layer(
@@ -131,7 +144,7 @@ class Learner:
         self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #acbaee77
+# %% ../../nbs/workbench/sanitized.ipynb #2767a8c0
 class SanitizedRun:
     "The state of one run with a sanitization layer between two epochs."
     def __init__(self,
@@ -143,7 +156,8 @@ class SanitizedRun:
         self.layer = build_layer(spec, self.noise)
         self.model = build_layered(spec, data, self.layer)
         self.watch, self.flag = ReleasedStd(self.layer), stopping_flag(spec)
-        self.counts, self.rows = torch.zeros(self.plan.dataset_size, dtype=torch.long), None
+        self.weights = class_weights(self)
+        self.counts, self.raw, self.seen = torch.zeros(self.plan.dataset_size, dtype=torch.long), None, None
         learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
         self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
         self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
@@ -153,14 +167,14 @@ class SanitizedRun:
         "All that changes between epochs."
         parts = {name: getattr(self, name).get_state() for name in ("sampling", "noise", "secret")}
         return parts | {"model": self.model.state_dict(), "learner": self.learner.state_dict(), "private": self.private and self.private.learner.state_dict(), "epochs": self.epochs,
-                        "stds": self.watch.epochs, "counts": self.counts, "rows": self.rows if self.spec.layer_releases else None, "nonfinite": self.nonprivate_nonfinite_samples}
+                        "stds": self.watch.epochs, "counts": self.counts, "seen": self.seen, "nonfinite": self.nonprivate_nonfinite_samples}
 
     def load(self, state:dict):
         "Take up a saved state."
         for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
         self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])
         if self.private: self.private.learner.load_state_dict(state["private"])
-        self.epochs, self.watch.epochs, self.counts, self.rows = state["epochs"], state["stds"], state["counts"], state["rows"]
+        self.epochs, self.watch.epochs, self.counts, self.seen = state["epochs"], state["stds"], state["counts"], state["seen"]
         self.nonprivate_nonfinite_samples = state["nonfinite"]
 
     @property
@@ -168,7 +182,7 @@ class SanitizedRun:
         "Whether the run ends here."
         return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #ac894429
+# %% ../../nbs/workbench/sanitized.ipynb #696d90c9
 class Bounded(nn.Module):
     "Clips rows as the layer does, without its noise."
     def __init__(self, layer): super().__init__(); self.bound = lambda: layer.clip
@@ -176,7 +190,7 @@ class Bounded(nn.Module):
 
 class PublicHead(nn.Module):
     "A head's current weights as constants."
-    def __init__(self, head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head, {name: p.detach() for name, p in head.named_parameters()}, rows)
+    def __init__(self, head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head, {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
     def forward(self, rows): return self.current(rows)
 
 class PrivateBelow:
@@ -198,45 +212,56 @@ class PrivateBelow:
         self.learner.lr.step()
         run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
 
-# %% ../../nbs/workbench/sanitized.ipynb #1e647f18
+# %% ../../nbs/workbench/sanitized.ipynb #9dd23146
 def released(
     run:SanitizedRun, # In training
-    indices:Tensor, # (batch,) records
+    rows:Tensor, # (batch, width) below the layer
+    indices, # (batch,) whose they are
 )->Tensor: # (batch, width): what the head may see
     "The noisy rows of some records: the only way out of the layer."
-    if run.spec.layer_below != "frozen": rows = run.model.below(run.data.train_images[indices])
-    else: rows = frozen_rows(run)[indices]
-    if run.spec.layer_releases: return rows # released already
     run.counts[indices] += 1
-    rows = run.layer(rows)
-    return rows.detach() if run.private else rows
+    return run.layer(rows)
 
-def frozen_rows(run):
-    "Rows of all records below a frozen network, made once; noisy where they are released once."
-    if run.rows is None:
-        with torch.no_grad(): run.rows = torch.cat([run.model.below(images) for images in run.data.train_images.split(1000)])
-        if run.spec.layer_releases:
-            run.counts += 1
-            run.rows = run.layer(run.rows)
-    return run.rows
+def rows_below(run)->Tensor:
+    "Raw rows of all records, by the current weights below."
+    with torch.no_grad(): return torch.cat([run.model.below(images) for images in run.data.train_images.split(1000)])
 
-# %% ../../nbs/workbench/sanitized.ipynb #4b5b123a
+def epoch_rows(run)->Tensor: # (records, width)
+    "The released rows of one epoch of a certified run."
+    labels, everyone = run.data.train_labels, slice(None)
+    if run.spec.layer_releases:
+        if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone), labels)
+        run.seen = rows if run.seen is None else run.seen
+        return run.seen
+    if run.raw is None or run.private: run.raw = rows_below(run) # stays in this process
+    rows = released(run, run.raw, everyone)
+    run.seen = rows if run.seen is None or run.private else run.seen + rows # features that do not change are averaged
+    run.model.head.start(run.seen/(1 if run.private else len(run.epochs) + 1), labels)
+    return rows
+
+# %% ../../nbs/workbench/sanitized.ipynb #bc87e9f3
 def sanitized_epoch(
     run:SanitizedRun, # Its next epoch is trained
 ):
     "One epoch, its metrics appended."
-    e, losses = len(run.epochs), []
-    secret = iter(run.private.batches(run, e)) if run.private else iter(())
+    e, labels, losses = len(run.epochs), run.data.train_labels, []
     run.model.train()
+    for poisson in (run.private.batches(run, e) if run.private else ()): run.private(run, poisson)
+    is_printed = run.spec.layer_below == "trained"
+    rows = None if is_printed else epoch_rows(run)
     for indices in torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.spec.expected_batch_size):
-        loss = run.loss(run.model.head(released(run, indices)), run.data.train_labels[indices])
+        seen = released(run, run.model.below(run.data.train_images[indices]), indices) if is_printed else rows[indices]
+        loss = (run.loss(run.model.head(seen), labels[indices], reduction="none")*run.weights[labels[indices]]).mean()
         run.learner.optimizer.zero_grad()
         loss.backward()
         run.learner.optimizer.step(); run.learner.lr.step()
         losses.append(loss.detach()*len(indices))
-        for poisson in secret: run.private(run, poisson); break
-    for poisson in secret: run.private(run, poisson)
     close_epoch(run, {"nonprivate_train_loss": finite(torch.stack(losses).sum().item()/run.plan.dataset_size)})
+
+def class_weights(run)->Tensor: # (classes,)
+    "One as printed; else such that the public classes count alike."
+    counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
+    return torch.ones(run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes
 
 # %% ../../nbs/workbench/sanitized.ipynb #e59f8aa5
 def close_epoch(

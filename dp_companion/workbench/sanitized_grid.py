@@ -22,7 +22,7 @@ from ..budgets.schedules import Constant, PoissonPlan
 from .records import RunSpec
 from .training import cached
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #6ea9ad2f
+# %% ../../nbs/workbench/sanitized_grid.ipynb #2a1418fb
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
     "How much of paper sanitization to run on one of its data sets: sizes, never the algorithm."
@@ -38,7 +38,7 @@ class LayerProfile:
     windows:tuple=(10, 5) # len of the slope flag and of the trend flag, epochs
     plain_model:str="sanitization_cnn" # A key of `models.MODELS`: the same network without a layer
     learning_rate:float=1e-3 # Initial learning rate
-    private_batch_size:int=256 # b of DP-SGD, below the layer or alone
+    private_batch_size:int=256 # b of DP-SGD, and of heads on certified rows
     delta:float=1e-5 # Target delta
 
     @property
@@ -46,13 +46,13 @@ class LayerProfile:
     @property
     def private_plan(self)->PoissonPlan: return PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.private_batch_size, epochs=self.epochs)
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #0dd68bb1
+# %% ../../nbs/workbench/sanitized_grid.ipynb #5f1bae4c
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
 LAYER_PROFILES = {
     "digits": {"MNIST": LayerProfile(dataset="digits", dataset_size=1437, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", epochs=10, expected_batch_size=32, width=40, windows=(4, 3), private_batch_size=128, seeds=2)},
-    "laptop": {"MNIST": LayerProfile(**_mnist, epochs=10, expected_batch_size=64, windows=(4, 3), seeds=3),
+    "laptop": {"MNIST": LayerProfile(**_mnist, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
                "CIFAR-10": LayerProfile(**_cifar, epochs=15, expected_batch_size=64, windows=(5, 4), seeds=3)},
     "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5), "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
               "CIFAR-10, ResNet-18": LayerProfile(**_resnet, epochs=100, seeds=5)},
@@ -162,9 +162,9 @@ def printed_values(
     if stops: values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
     return values | changes
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #56801f7f
+# %% ../../nbs/workbench/sanitized_grid.ipynb #08385594
 FREE_EPOCHS = 3 # ours: how many times the profile's epochs one release is read
-RATES = {"Frozen": ("sgd", .1), "One release": ("adam", 1e-2), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
+RATES = {"Frozen": ("sgd", .02), "One release": ("sgd", .02), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
 def _rate(method): return dict(zip(("optimizer", "learning_rate"), RATES[method]))
 
 def real_values(
@@ -175,7 +175,7 @@ def real_values(
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
 )->dict: # Values of a RunSpec, all but the seed
     "A run whose epsilon is real, its noise and width picked by the certified budget."
-    values = _sizes(profile, method) | _rate(method) | dict(accounting="certified", target_epsilon=target_epsilon, layer_clip=profile.clip)
+    values = _sizes(profile, method) | _rate(method) | dict(accounting="certified", target_epsilon=target_epsilon, layer_clip=profile.clip, expected_batch_size=profile.private_batch_size)
     if method == "DP-SGD below": return values | _dp_sgd_below(profile, target_epsilon, runs)
     once = row_noise(1, target_epsilon, profile.delta)
     values |= dict(model="pooled_rows", layer_below="frozen", layer_width=public_width(once, profile, channels=3 if profile.dataset == "cifar10" else 1))
@@ -187,7 +187,7 @@ def _dp_sgd_below(profile, target_epsilon, runs):
     rows, plan = row_noise(profile.epochs, ROWS_SHARE*target_epsilon, profile.delta), profile.private_plan
     width = profile.width if "resnet" in profile.model else public_width(row_noise(1, ROWS_SHARE*target_epsilon, profile.delta), profile)
     gradients = cached(gradient_noise, runs)(rows, plan, target_epsilon, profile.delta)
-    return dict(layer_below="dp_sgd", expected_batch_size=plan.expected_batch_size, layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
+    return dict(layer_below="dp_sgd", layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #0b6376bc
 def plain_values(

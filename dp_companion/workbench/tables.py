@@ -6,7 +6,7 @@
 __all__ = ['METRICS', 'CELL', 'STANDS_FOR', 'STANDS_FOR_OF', 'HEADINGS', 'read_records', 'metric_of', 'row_of', 'summarise',
            'beside_published', 'epsilon_text', 'mean_text', 'for_print', 'by_target', 'headline', 'provenance_line']
 
-# %% ../../nbs/workbench/tables.ipynb #d9476850
+# %% ../../nbs/workbench/tables.ipynb #5d2a3c60
 import json
 import math
 import re
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 import pandas as pd
 from ..published import load
-from .records import LISTED, RunRecord, read_record
+from .records import LISTED, RunRecord, provenance, read_record
 
 # %% ../../nbs/workbench/tables.ipynb #282dc8ce
 def read_records(
@@ -148,7 +148,7 @@ def headline(
     "The first paper's story in one small table: Table 13 at one target, in both accountings."
     return for_print(beside_published(summarise([r for r in records if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?", r.spec.method)]), item="Table 13"))
 
-# %% ../../nbs/workbench/tables.ipynb #08943fea
+# %% ../../nbs/workbench/tables.ipynb #4ab83d06
 def provenance_line(
     records:list, # The RunRecords of the page
     profile:str, # As the page was told
@@ -156,6 +156,6 @@ def provenance_line(
     "Commit, versions, profile, device and date of the records of a page; their names go with it, for whoever runs the page."
     from IPython.display import Markdown, display
     display({LISTED: sorted({r.spec.name for r in records})}, raw=True)
-    seen = {json.dumps(r.provenance, sort_keys=True): r.provenance for r in records}
+    seen = {json.dumps(p, sort_keys=True): p for p in ([r.provenance for r in records] or [provenance()])}
     lines = [f"commit {p['commit']}; {', '.join(f'{n} {v}' for n, v in p['versions'].items())}; Python {p['python']}; {p['device']} ({p['machine']})" for p in seen.values()]
     return Markdown(f"*Provenance: profile {profile}; {len(records)} runs; {' and '.join(lines)}; page made on {time.strftime('%Y-%m-%d', time.gmtime())}.*")
