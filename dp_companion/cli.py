@@ -169,7 +169,7 @@ def run(
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
-# %% ../nbs/cli.ipynb #ac0468cd
+# %% ../nbs/cli.ipynb #ee7a491f
 @app.command()
 def audit(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec, the record.json of a finished run, or the short name of a paper, whose headline is audited.")], runs:RunsFlag=Path("runs"),
@@ -190,9 +190,16 @@ def audit(
     else:
         checked = spec_from_dict(content)
         with _waiting(f"run {checked.name}"): record = train(checked, runs)
-    released_events(record) # a run without noise is refused
-    with _waiting("attack"): record, = audit_runs([replace(record, budget={**record.budget, "empirical": None})], runs, draws=draws, workers=1)
+    fresh = replace(record, budget={**record.budget, "empirical": None})
+    if record.spec.layer_below is None: released_events(record) # a run without noise is refused
+    with _waiting("attack"): record, = audit_runs([fresh], runs, draws=draws, workers=1) if record.spec.layer_below is None else _layers(fresh, runs)
     _say({"record": str(record_path(record.spec, runs)), **{name: record.budget[name] for name in ("claimed", "certified", "empirical", "verdict")}} if as_json else _three(record.budget), as_json)
+
+def _layers(record, runs): # A run with a sanitization layer has attacks of its own
+    from dp_companion.audits.sanitized import audit_layers
+    from dp_companion.workbench.datasets import load_dataset
+    from dp_companion.workbench.training import poisson_plan
+    return audit_layers([record], lambda spec: poisson_plan(spec, load_dataset(spec.dataset)), runs)
 
 def _headlines(paper, as_json): # What a paper stands for, attacked
     from dp_companion.audits.audited_claims import audit_headlines

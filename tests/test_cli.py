@@ -133,3 +133,15 @@ def test_audit_of_a_paper_s_headline():
     assert real["empirical"]["epsilon"] <= real["certified"]["pld"]["epsilon"] <= 1
     status, _, err = terminal("audit", "a_fifth_paper")
     assert status == 2 and "paper must be one of global_adapt_v2, sad, adaptive_noise, sanitization" in err
+
+
+def test_audit_of_a_sanitized_run(tmp_path):
+    from dataclasses import asdict, replace
+    from dp_companion.workbench.records import RunSpec
+    from dp_companion.workbench.sanitized_grid import layer_profile, printed_values
+    spec = RunSpec(**printed_values(replace(layer_profile("digits"), epochs=1, expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps({k: v for k, v in asdict(spec).items() if v is not None}))
+    status, out, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"), "--json")
+    assert status == 0, err
+    said = json.loads(out)
+    assert said["certified"] == {} and said["claimed"]["epsilon"] < .5 and said["empirical"]["epsilon"] > 3

@@ -163,7 +163,7 @@ class Attacked:
     black_box:np.ndarray|None # (canaries,) fall of its loss in nats; None for gradient canaries
     test_accuracy:float # Of the network, in [0, 1]
 
-# %% ../../nbs/audits/whole_runs.ipynb #2fb537df
+# %% ../../nbs/audits/whole_runs.ipynb #52422351
 KINDS = ("gradient", "mislabelled", "blank")
 
 def attack_training(
@@ -176,6 +176,7 @@ def attack_training(
 )->Attacked:
     "Train `spec` once with canaries, and score each of them (NHTJ23, SNJ23)."
     if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got kind={kind!r}")
+    if spec.adapt_to or spec.layer_below: raise ValueError(f"spec must be of a run with scheduled noise on gradients alone, got method={spec.method!r}")
     data = data or load_dataset(spec.dataset)
     target = GradientCanaries(spec, data, canaries=canaries, seed=seed) if kind == "gradient" else ImageCanaries(spec, data, canaries=canaries, kind=kind, seed=seed)
     scores = scores_of_steps(target)
