@@ -148,14 +148,14 @@ def by_unit(
     return {"image": least(certify(events, delta=delta, accountants=accountants)), "lesion, images clipped one by one": least(certify_group(events, images=images, delta=delta, accountants=accountants)),
             "lesion, its images clipped together": least(certify(clipped_per_unit(events, images=images), delta=delta, accountants=accountants))}
 
-# %% ../../nbs/workbench/grid_sad.ipynb #0d140ab7
+# %% ../../nbs/workbench/grid_sad.ipynb #85337ec4
 def spread_says(
     ours:list, # One value a seed
-    theirs:list, # One value a seed
-)->tuple[str,float]: # In words that a name can follow, and the difference of the means
-    "Whether a difference of means is beyond the spread of seeds: more than twice its standard error."
-    from statistics import fmean, stdev
-    if min(len(ours), len(theirs)) < 2: return "of one seed each, so nothing can be said of", fmean(ours) - fmean(theirs)
-    difference = fmean(ours) - fmean(theirs)
-    error = (stdev(ours)**2/len(ours) + stdev(theirs)**2/len(theirs))**.5
-    return ("above" if difference > 2*error else "below" if difference < -2*error else "within the spread of seeds of"), difference
+    theirs:list, # One value a seed, of the same seeds
+)->tuple[str,float,float]: # In words that a name can follow, the mean difference, and half of its 95 % interval
+    "Whether a difference is beyond the spread of seeds, seed by seed."
+    from scipy.stats import t
+    differences = np.subtract(ours, theirs)
+    if len(differences) < 2: return "of one seed, which says nothing of a spread, beside", float(differences.mean()), math.inf
+    mean, half = float(differences.mean()), float(t.ppf(.975, len(differences) - 1)*differences.std(ddof=1)/math.sqrt(len(differences)))
+    return "above" if mean > half else "below" if mean < -half else "within the spread of seeds of", mean, half
