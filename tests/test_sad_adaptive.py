@@ -16,13 +16,16 @@ from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.workbench.datasets import load_dataset
 from dp_companion.workbench.grid_adaptive import adaptive_profile, adaptive_specs, adaptive_values
-from dp_companion.workbench.grid_sad import TABLE_II, sad_profile, sad_specs, sad_values
+from dp_companion.workbench.grid_sad import SAD_METHODS, TABLE_II, sad_profile, sad_specs, sad_values
 from dp_companion.workbench.records import RunSpec, read_record, record_path
 from dp_companion.workbench.training import Run, epoch, train
 
 SMALL = dict(epochs=2, expected_batch_size=128)
 SAD = sad_values(sad_profile("digits"), "SAD-DPSGD", **SMALL)
 ADAPTIVE = {m: adaptive_values(adaptive_profile("digits"), f"Adaptive DP-SGD, by {m}", **SMALL, **change) for m, change in (("gradient", {}), ("loss", {"signal_noise": 8.}))}
+
+
+SAD_VALUES = {m: sad_values(sad_profile("digits"), m, **SMALL) for m in SAD_METHODS}
 
 
 def spec_of(values, noise_multiplier=3., target_epsilon=3., seed=0):
@@ -58,6 +61,15 @@ def test_noise_and_bound_of_every_step_are_the_certified_ones(tmp_path, digits, 
     np.testing.assert_allclose(drawn, certified*bounds/128, rtol=1e-12)
     epsilon = min(float(c["epsilon"]) for c in record.budget["certified"].values())
     assert 3*(1 - 5e-3) < epsilon <= 3 < record.budget["claimed"]["epsilon"]
+
+
+def test_a_private_threshold_is_counted_and_certified(tmp_path, digits):
+    ((spec, *_),) = sad_specs(sad_profile("digits"), [(sad_values(sad_profile("digits"), "Auto-DPSGD-S, private threshold", expected_batch_size=128), 3.)], runs=tmp_path, workers=1)
+    record = train(spec, tmp_path, digits)
+    assert all(e["query"] == "gradient and count within the bound" for e in record.budget["events"])
+    np.testing.assert_allclose([e["noise_multiplier"] for e in record.budget["events"]], [(e["noise_multiplier"]**-2 + 1/100)**-.5 for e in record.epochs], rtol=1e-12)
+    assert 3*(1 - 5e-3) < min(float(c["epsilon"]) for c in record.budget["certified"].values()) <= 3
+    assert len({e["max_grad_norm"] for e in record.epochs}) == spec.epochs # it moves
 
 
 def test_a_bound_of_another_stage_stops_the_run(digits, monkeypatch):
@@ -121,7 +133,8 @@ def test_a_state_goes_through_a_file_and_back():
 class Killed(Exception): pass
 
 
-@pytest.mark.parametrize("values", [SAD, *ADAPTIVE.values(), {**adaptive_values(adaptive_profile("digits"), "Algorithm 4.1 as printed", **SMALL)}], ids=["stages", "gradient", "loss", "batch"])
+@pytest.mark.parametrize("values", [SAD, *ADAPTIVE.values(), adaptive_values(adaptive_profile("digits"), "Algorithm 4.1 as printed", **SMALL), {**SAD_VALUES["Auto-DPSGD-S, private threshold"], "drop_every": 1}],
+                         ids=["stages", "gradient", "loss", "batch", "quantile"])
 def test_a_killed_run_ends_the_same(tmp_path, monkeypatch, values):
     values, data = {**values, "epochs": 3}, load_dataset(values["dataset"])
     spec = spec_of(values, noise_multiplier=4.)

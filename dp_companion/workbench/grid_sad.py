@@ -7,20 +7,21 @@ __all__ = ['SAD_PROFILES', 'FINAL_BOUND', 'BOUND_RATIO', 'PAPER_EPOCHS', 'STAGED
            'SAD_SWEEPS', 'LESION_IMAGES', 'sad_profile', 'mean_bound', 'sad_values', 'coarse_epsilon',
            'certified_initial', 'sad_specs', 'by_unit', 'spread_says']
 
-# %% ../../nbs/workbench/grid_sad.ipynb #3c8691a8
+# %% ../../nbs/workbench/grid_sad.ipynb #06ee2c2e
 import math
 from dataclasses import asdict
 from pathlib import Path
 import numpy as np
 from joblib import Parallel, delayed
 from tqdm import tqdm
+from ..algorithms.clipping import joint_event
 from ..budgets.certified import _composable, certify, grid_interval, pld_epsilon
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import calibrate_noise_multiplier
 from ..budgets.schedules import PoissonPlan, Schedule
 from ..budgets.stages import exact_stage_lengths
 from ..budgets.units import certify_group, clipped_per_unit
-from .grid import Profile
+from .grid import Profile, beside_counts
 from .records import RunSpec
 from .training import cached, noise_schedule
 
@@ -41,7 +42,7 @@ def sad_profile(
     if name not in SAD_PROFILES: raise ValueError(f"profile must be one of {', '.join(SAD_PROFILES)}, got profile={name!r}")
     return SAD_PROFILES[name]
 
-# %% ../../nbs/workbench/grid_sad.ipynb #1fb8d425
+# %% ../../nbs/workbench/grid_sad.ipynb #309a5183
 FINAL_BOUND, BOUND_RATIO, PAPER_EPOCHS = 1., 5/3, 50 # C_n = the bound of the other methods; a, from 20/12 = 12/7.2 in the published code; T
 STAGED = dict(clip_rule="flat", decay="stages", decay_rate=.8, stages=3, stage_ratio=.9) # beta, n, gamma (Table II)
 SAD_METHODS = {
@@ -51,6 +52,7 @@ SAD_METHODS = {
     "SAD-DPSGD": dict(**STAGED, bound_ratio=BOUND_RATIO),
     "DP-SGD, larger rate": dict(clip_rule="flat"),
     "SAD-DPSGD, constant bound": dict(**STAGED),
+    "Auto-DPSGD-S, private threshold": dict(clip_rule="quantile", count_noise=10., decay="step", decay_rate=.5),
     "Auto-DPSGD-S, as in its code": dict(**STAGED | {"stage_ratio": 1.}),
 } # as its Table II names them, then the variants
 TABLE_II = tuple(SAD_METHODS)[:4]
@@ -77,7 +79,7 @@ def sad_values(
     if values.get("bound_ratio"): values["max_grad_norm"] = FINAL_BOUND*values["bound_ratio"]**(values["stages"] - 1)
     return values
 
-# %% ../../nbs/workbench/grid_sad.ipynb #cd715780
+# %% ../../nbs/workbench/grid_sad.ipynb #d9137547
 TOLERANCE = 2e-3 # Certified epsilon is under its target by about this share at most
 
 def coarse_epsilon(
@@ -92,20 +94,24 @@ def certified_initial(
     plan:PoissonPlan, # How many steps, at which sample rate
     target_epsilon:float, # epsilon (nats); > 0
     delta:float, # Target delta, in (0, 1)
-)->float: # Initial noise multiplier; certified epsilon is never over the target
+    count_noise:float|None=None, # Noise std of a rule's own count, asked at every step; None where there is none
+)->float: # Initial noise multiplier of the gradient; certified epsilon is never over the target
     "The initial multiplier at which the tighter accountant certifies the target, found in a few of its evaluations."
-    def spent(sigma): return coarse_epsilon(gaussian_events(shape.rescaled(sigma), plan), delta)
+    def counted(events): return events if count_noise is None else tuple(joint_event(e, count_noise, "count") for e in events)
+    def spent(sigma): return coarse_epsilon(counted(gaussian_events(shape.rescaled(sigma), plan)), delta)
     safe = calibrate_noise_multiplier(shape, plan, target_epsilon=target_epsilon, delta=delta)
+    if count_noise is not None: safe = beside_counts(safe, count_noise)
     sigma, aim, power, last = .92*safe, target_epsilon*(1 - TOLERANCE/2), 1.3, None # epsilon falls about as sigma^-power
-    for _ in range(12):
+    for _ in range(20):
         found = spent(sigma)
         if found <= target_epsilon: safe = sigma
         if target_epsilon*(1 - TOLERANCE) <= found <= target_epsilon: return sigma
         if last: power = max(.3, -math.log(found/last[1])/math.log(sigma/last[0]))
         last, sigma = (sigma, found), sigma*(found/aim)**(1/power)
+    if not spent(safe) <= target_epsilon: raise ValueError(f"target_epsilon must be one that the schedule can meet, got target_epsilon={target_epsilon}; use another count_noise")
     return safe
 
-# %% ../../nbs/workbench/grid_sad.ipynb #4405b437
+# %% ../../nbs/workbench/grid_sad.ipynb #1816a7a4
 def sad_specs(
     profile:Profile, # Sizes
     cells:list, # (values of a RunSpec from `sad_values`, target epsilon) each
@@ -114,7 +120,7 @@ def sad_specs(
     workers:int=2, # Processes
 )->list: # One list of RunSpecs a cell, a spec a seed
     "The runs of cells, each with the noise that its target needs."
-    asked = [(_shape(values, profile), _plan(profile, values), target, profile.delta) for values, target in cells]
+    asked = [(_shape(values, profile), _plan(profile, values), target, profile.delta, values.get("count_noise")) for values, target in cells]
     initial, wanted = cached(certified_initial, runs), list(dict.fromkeys(asked))
     found = dict(zip(wanted, Parallel(n_jobs=workers)(delayed(initial)(*w) for w in tqdm(wanted, desc="multipliers"))))
     return [[RunSpec(**values, accounting="certified", target_epsilon=target, noise_multiplier=found[key], seed=seed) for seed in range(profile.seeds)]
@@ -126,11 +132,11 @@ def _shape(values, profile):
     "The schedule that the run will train with, from 1."
     return noise_schedule(RunSpec(**values, accounting="certified", target_epsilon=1., noise_multiplier=1., seed=0), _plan(profile, values))
 
-# %% ../../nbs/workbench/grid_sad.ipynb #9b0d8334
+# %% ../../nbs/workbench/grid_sad.ipynb #5ed0d49e
 SAD_SWEEPS = {
     "Table I": [dict(stages=n, decay_rate=b) for b in (.8, .9) for n in (3, 4, 5)],
     "Figure 6": [dict(decay_rate=b, stage_ratio=1.) for b in (.6, .7, .8, .9)],
-    "Figure 7": [dict(stage_ratio=g) for g in (.3, .5, .7, .9, 1.)],
+    "Figure 7": [dict(stage_ratio=g) for g in (.3, .6, .9, 1.)],
 } # what each row changes of SAD-DPSGD
 
 # %% ../../nbs/workbench/grid_sad.ipynb #269b5e07
@@ -148,14 +154,14 @@ def by_unit(
     return {"image": least(certify(events, delta=delta, accountants=accountants)), "lesion, images clipped one by one": least(certify_group(events, images=images, delta=delta, accountants=accountants)),
             "lesion, its images clipped together": least(certify(clipped_per_unit(events, images=images), delta=delta, accountants=accountants))}
 
-# %% ../../nbs/workbench/grid_sad.ipynb #0d140ab7
+# %% ../../nbs/workbench/grid_sad.ipynb #85337ec4
 def spread_says(
     ours:list, # One value a seed
-    theirs:list, # One value a seed
-)->tuple[str,float]: # In words that a name can follow, and the difference of the means
-    "Whether a difference of means is beyond the spread of seeds: more than twice its standard error."
-    from statistics import fmean, stdev
-    if min(len(ours), len(theirs)) < 2: return "of one seed each, so nothing can be said of", fmean(ours) - fmean(theirs)
-    difference = fmean(ours) - fmean(theirs)
-    error = (stdev(ours)**2/len(ours) + stdev(theirs)**2/len(theirs))**.5
-    return ("above" if difference > 2*error else "below" if difference < -2*error else "within the spread of seeds of"), difference
+    theirs:list, # One value a seed, of the same seeds
+)->tuple[str,float,float]: # In words that a name can follow, the mean difference, and half of its 95 % interval
+    "Whether a difference is beyond the spread of seeds, seed by seed."
+    from scipy.stats import t
+    differences = np.subtract(ours, theirs)
+    if len(differences) < 2: return "of one seed, which says nothing of a spread, beside", float(differences.mean()), math.inf
+    mean, half = float(differences.mean()), float(t.ppf(.975, len(differences) - 1)*differences.std(ddof=1)/math.sqrt(len(differences)))
+    return "above" if mean > half else "below" if mean < -half else "within the spread of seeds of", mean, half

@@ -6,11 +6,12 @@
 __all__ = ['stage_noise', 'stage_bounds', 'rule_of_step', 'check_step', 'following_noise', 'followed_report', 'check_followed',
            'known_rule', 'claim_of']
 
-# %% ../../nbs/workbench/steering.ipynb #95806424
+# %% ../../nbs/workbench/steering.ipynb #531766e0
 from dataclasses import replace
 import numpy as np
 from ..algorithms.adaptive_noise import BatchClip, FollowingNoise
 from ..algorithms.clipping import RULES, ClipRule
+from ..algorithms.quantile_clipping import QuantileClip
 from ..budgets.certified import BudgetReport, Certified
 from ..budgets.decayed import claimed_budget
 from ..budgets.filters import RenyiFilter
@@ -82,12 +83,12 @@ def check_followed(
     if granted != applied: raise RuntimeError(f"applied noise multipliers must equal the {len(granted)} granted ones, got {len(applied)} that differ; this run certifies nothing")
     if not noise.filter.spent <= noise.filter.target_epsilon: raise RuntimeError(f"filter must stay within {noise.filter.target_epsilon}, got {noise.filter.spent}; this run certifies nothing")
 
-# %% ../../nbs/workbench/steering.ipynb #e41e9a0b
+# %% ../../nbs/workbench/steering.ipynb #ff569c49
 def known_rule(
     name:str, # As a spec says it
 )->type: # Its class
-    "The class of a clipping rule, that of the batch's gradient among them."
-    rules = {**RULES, BatchClip.name: BatchClip}
+    "The class of a clipping rule, those of these two papers among them."
+    rules = {**RULES, BatchClip.name: BatchClip, QuantileClip.name: QuantileClip}
     if name not in rules: raise ValueError(f"clip_rule must be one of none, {', '.join(rules)}, got clip_rule={name!r}")
     return rules[name]
 
