@@ -188,18 +188,18 @@ def test_frozen_versions_hold_in_20_runs(method):
 
 
 def test_below_holds_in_20_runs():
-    spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=4., layer_noise_multiplier=6., layer_width=4)
+    spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=8., layer_noise_multiplier=12., layer_width=8, layer_clip=20.) # a bound that the bright record does not meet
     run = SanitizedRun(spec, worst_case("digits", True))
     certified = layer_report(spec, run.plan, run.model).epsilon
-    found = [attack_below(spec, draws=24, seed=100*k, thresholds=None).epsilon for k in range(20)]
+    found = [attack_below(spec, draws=28, seed=100*k, thresholds=None).epsilon for k in range(20)]
     assert max(found) <= certified < 3
 
 
 def test_below_with_too_little_noise_is_found_out():
-    spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=4., layer_noise_multiplier=6., layer_width=4)
+    spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=8., layer_noise_multiplier=12., layer_width=8, layer_clip=20.) # a bound that the bright record does not meet
     run = SanitizedRun(spec, worst_case("digits", True))
     certified = layer_report(spec, run.plan, run.model).epsilon
-    assert attack_below(replace(spec, noise_multiplier=1e-6), draws=120, thresholds=None).epsilon > certified
+    assert attack_below(replace(spec, noise_multiplier=1e-3), draws=100, thresholds=None).epsilon > certified
 
 
 def test_row_scores_have_the_accounted_distance():

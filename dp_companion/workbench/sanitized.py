@@ -39,7 +39,7 @@ BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cif
 LAYERED = {"sanitization_cnn": sanitization_cnn, "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
            "sanitization_resnet18": _resnet18, "pooled_rows": pooled_rows} # name in a run's description to the function that builds it around a layer
 
-# %% ../../nbs/workbench/sanitized.ipynb #46bf8c29
+# %% ../../nbs/workbench/sanitized.ipynb #00d79b2f
 def build_layered(
     spec:RunSpec, # With a sanitization layer
     data:Dataset, # Gives the shape of an image and the number of classes
@@ -54,7 +54,8 @@ def build_layered(
         black = dict(black=BLACK[spec.dataset]) if spec.model == "pooled_rows" else {}
         model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side, channels=channels, classes=data.classes, **black)
     if spec.layer_below != "trained": model.head = ScaledHead(model.head, layer)
-    return random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))) if spec.layer_below == "frozen" else model
+    if spec.layer_below != "trained": random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(spec.layer_below == "dp_sgd")
+    return model
 
 # %% ../../nbs/workbench/sanitized.ipynb #02f5df9d
 class ScaledHead(nn.Module):

@@ -46,14 +46,14 @@ class LayerProfile:
     @property
     def private_plan(self)->PoissonPlan: return PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.private_batch_size, epochs=self.epochs)
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #5f1bae4c
+# %% ../../nbs/workbench/sanitized_grid.ipynb #5dc94681
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
 LAYER_PROFILES = {
     "digits": {"MNIST": LayerProfile(dataset="digits", dataset_size=1437, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", epochs=10, expected_batch_size=32, width=40, windows=(4, 3), private_batch_size=128, seeds=2)},
     "laptop": {"MNIST": LayerProfile(**_mnist, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
-               "CIFAR-10": LayerProfile(**_cifar, epochs=15, expected_batch_size=64, windows=(5, 4), seeds=3)},
+               "CIFAR-10": LayerProfile(**_cifar, epochs=10, expected_batch_size=64, windows=(4, 3), seeds=3)},
     "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5), "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
               "CIFAR-10, ResNet-18": LayerProfile(**_resnet, epochs=100, seeds=5)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
@@ -88,9 +88,9 @@ def _gain(flag):
     import numpy as np
     return float(np.linalg.norm(flag.statistic(np.eye(flag.epochs))[-1]))
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #b0d1e044
+# %% ../../nbs/workbench/sanitized_grid.ipynb #69b2376e
 PRINTED = {"Sanitization": (False, False), "Sanitization + Stopping": (False, True), "Sanitization + Adaptive C": (True, False), "Sanitization + Adaptive C + Stopping": (True, True)} # as its tables name them: C follows the weights, stops
-REAL = ("Frozen", "One release", "DP-SGD below") # whose rows and weights are certified
+REAL = ("Frozen", "Frozen, random", "One release", "DP-SGD below") # whose rows and weights are certified: pooled pixels, the paper's network with random weights, pooled pixels once, the paper's network
 PLAIN = ("DP-SGD", "Non-DP") # the same network without the layer
 LAYER_METHODS = (*PRINTED, *REAL, *PLAIN)
 
@@ -162,9 +162,9 @@ def printed_values(
     if stops: values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
     return values | changes
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #08385594
+# %% ../../nbs/workbench/sanitized_grid.ipynb #c688e539
 FREE_EPOCHS = 3 # ours: how many times the profile's epochs one release is read
-RATES = {"Frozen": ("sgd", .02), "One release": ("sgd", .02), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
+RATES = {"Frozen": ("sgd", .02), "Frozen, random": ("sgd", .02), "One release": ("sgd", .02), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
 def _rate(method): return dict(zip(("optimizer", "learning_rate"), RATES[method]))
 
 def real_values(
@@ -178,7 +178,9 @@ def real_values(
     values = _sizes(profile, method) | _rate(method) | dict(accounting="certified", target_epsilon=target_epsilon, layer_clip=profile.clip, expected_batch_size=profile.private_batch_size)
     if method == "DP-SGD below": return values | _dp_sgd_below(profile, target_epsilon, runs)
     once = row_noise(1, target_epsilon, profile.delta)
-    values |= dict(model="pooled_rows", layer_below="frozen", layer_width=public_width(once, profile, channels=3 if profile.dataset == "cifar10" else 1))
+    is_random = method == "Frozen, random"
+    width = profile.width if is_random and "resnet" in profile.model else public_width(once, profile, channels=3 if profile.dataset == "cifar10" and not is_random else 1)
+    values |= dict(model=profile.model if is_random else "pooled_rows", layer_below="frozen", layer_width=width)
     if method == "One release": return values | dict(layer_noise_multiplier=once, layer_releases=1, epochs=FREE_EPOCHS*profile.epochs)
     return values | dict(layer_noise_multiplier=row_noise(profile.epochs, target_epsilon, profile.delta))
 
