@@ -198,7 +198,7 @@ def audit(
 def _layers(record, runs): # A run with a sanitization layer has attacks of its own
     from dp_companion.audits.sanitized import audit_layers
     from dp_companion.workbench.datasets import load_dataset
-    from dp_companion.workbench.training import poisson_plan
+    from dp_companion.workbench.planning import poisson_plan
     return audit_layers([record], lambda spec: poisson_plan(spec, load_dataset(spec.dataset)), runs)
 
 def _headlines(paper, as_json): # What a paper stands for, attacked

@@ -23,7 +23,8 @@ from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..workbench.datasets import Dataset
 from ..workbench.records import RunSpec
-from ..workbench.training import Run, budget_report, epoch
+from ..workbench.planning import budget_report
+from ..workbench.training import Run, epoch
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
 def poisson_batches(

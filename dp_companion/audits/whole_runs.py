@@ -21,7 +21,9 @@ from .canaries import log_likelihood_ratio, worst_norm
 from ..workbench.datasets import Dataset, load_dataset
 from ..workbench.optimizers import build_lr_scheduler, build_optimizer
 from ..workbench.records import RunSpec
-from ..workbench.training import Run, check_ledger, evaluate, pinned_kernels, rule_at, step
+from ..workbench.evaluation import evaluate
+from ..workbench.planning import rule_at
+from ..workbench.training import Run, check_ledger, pinned_kernels, step
 
 # %% ../../nbs/audits/whole_runs.ipynb #d1f1f3bf
 def with_canaries(

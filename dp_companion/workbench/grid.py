@@ -21,7 +21,8 @@ from ..published import load
 from .datasets import load_dataset
 from .optimizers import PRINTED_AS
 from .records import ACCOUNTINGS, RunRecord, RunSpec
-from .training import cached, train
+from .planning import cached
+from .training import train
 
 # %% ../../nbs/workbench/grid.ipynb #a3f95e75
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..budgets.schedules import Constant, LinearDecay, PoissonPlan, Schedule
 from .grid import Profile, beside_counts
 from .grid_sad import certified_initial
 from .records import RunSpec
-from .training import cached
+from .planning import cached
 
 # %% ../../nbs/workbench/grid_adaptive.ipynb #c13c8a9f
 def _adaptive(**sizes): return Profile(drop_every=1, **sizes)

@@ -23,7 +23,7 @@ from ..budgets.stages import exact_stage_lengths
 from ..budgets.units import certify_group, clipped_per_unit
 from .grid import Profile, beside_counts
 from .records import RunSpec
-from .training import cached, noise_schedule
+from .planning import cached, noise_schedule
 
 # %% ../../nbs/workbench/grid_sad.ipynb #950bdd88
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)

@@ -30,7 +30,9 @@ from .losses import build_loss
 from .models import SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
 from .records import RunRecord, RunSpec, record_path
-from .training import Run, cached, check_ledger, check_target, epoch, evaluate, finish, finite, pinned_kernels, poisson_plan, read_checkpoint, rule_at, save_checkpoint, stream_seed
+from .evaluation import evaluate, finite
+from .planning import cached, check_target, poisson_plan, rule_at
+from .training import Run, check_ledger, epoch, finish, pinned_kernels, read_checkpoint, save_checkpoint, stream_seed
 
 # %% ../../nbs/workbench/sanitized.ipynb #6f2b2322
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)

@@ -20,7 +20,7 @@ from ..budgets.rdp import smallest_scale
 from ..budgets.released_rows import RowRelease, calibrate_rows, claimed_rows, sanitization_report
 from ..budgets.schedules import Constant, PoissonPlan
 from .records import RunSpec
-from .training import cached
+from .planning import cached
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #2a1418fb
 @dataclass(frozen=True, kw_only=True)
