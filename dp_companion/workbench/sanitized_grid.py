@@ -22,7 +22,7 @@ from ..budgets.schedules import Constant, PoissonPlan
 from .records import RunSpec
 from .planning import cached
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #2a1418fb
+# %% ../../nbs/workbench/sanitized_grid.ipynb #e6e55c3a
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
     "How much of paper sanitization to run on one of its data sets: sizes, never the algorithm."
@@ -36,7 +36,7 @@ class LayerProfile:
     clip:float=.5 # C
     bound_ratio:float=.05 # t of the moving bound
     windows:tuple=(10, 5) # len of the slope flag and of the trend flag, epochs
-    plain_model:str="sanitization_cnn" # A key of `models.MODELS`: the same network without a layer
+    plain_model:str|None="sanitization_cnn" # A key of `models.MODELS`: the same network without a layer; None where there is none
     learning_rate:float=1e-3 # Initial learning rate
     private_batch_size:int=256 # b of DP-SGD, and of heads on certified rows
     delta:float=1e-5 # Target delta
@@ -46,8 +46,8 @@ class LayerProfile:
     @property
     def private_plan(self)->PoissonPlan: return PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.private_batch_size, epochs=self.epochs)
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #5dc94681
-_resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02)
+# %% ../../nbs/workbench/sanitized_grid.ipynb #f0b7a52f
+_resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
 LAYER_PROFILES = {
@@ -162,7 +162,7 @@ def printed_values(
     if stops: values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
     return values | changes
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #c688e539
+# %% ../../nbs/workbench/sanitized_grid.ipynb #37b07157
 FREE_EPOCHS = 3 # ours: how many times the profile's epochs one release is read
 RATES = {"Frozen": ("sgd", .02), "Frozen, random": ("sgd", .02), "One release": ("sgd", .02), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
 def _rate(method): return dict(zip(("optimizer", "learning_rate"), RATES[method]))
@@ -189,9 +189,9 @@ def _dp_sgd_below(profile, target_epsilon, runs):
     rows, plan = row_noise(profile.epochs, ROWS_SHARE*target_epsilon, profile.delta), profile.private_plan
     width = profile.width if "resnet" in profile.model else public_width(row_noise(1, ROWS_SHARE*target_epsilon, profile.delta), profile)
     gradients = cached(gradient_noise, runs)(rows, plan, target_epsilon, profile.delta)
-    return dict(layer_below="dp_sgd", layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
+    return dict(layer_below="dp_sgd", engine="ghost" if "resnet" in profile.model else "book", layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #0b6376bc
+# %% ../../nbs/workbench/sanitized_grid.ipynb #6272d435
 def plain_values(
     profile:LayerProfile, # Sizes
     method:str, # One of `PLAIN`
@@ -216,6 +216,7 @@ def layer_specs(
     target, specs = target_epsilon or claim_of(profile), []
     for method in methods:
         if method not in LAYER_METHODS: raise ValueError(f"method must be one of {', '.join(LAYER_METHODS)}, got method={method!r}")
+        if method in PLAIN and profile.plain_model is None: continue
         if method in PRINTED: values = printed_values(profile, method)
         else: values = (real_values if method in REAL else plain_values)(profile, method, target_epsilon=target, runs=runs)
         specs += [RunSpec(**values, seed=seed) for seed in range(profile.seeds)]
