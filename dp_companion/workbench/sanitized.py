@@ -8,7 +8,7 @@ __all__ = ['BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'build_layer', 'st
            'released', 'rows_below', 'epoch_rows', 'sanitized_epoch', 'class_weights', 'close_epoch', 'train_sanitized',
            'checked_layer']
 
-# %% ../../nbs/workbench/sanitized.ipynb #67938fdf
+# %% ../../nbs/workbench/sanitized.ipynb #5763dd04
 import math
 import time
 from dataclasses import replace
@@ -32,7 +32,7 @@ from .optimizers import OPTIMIZERS, build_lr_scheduler
 from .records import RunRecord, RunSpec, record_path
 from .evaluation import evaluate, finite
 from .planning import cached, check_target, poisson_plan, rule_at
-from .training import Run, check_ledger, epoch, finish, pinned_kernels, read_checkpoint, save_checkpoint, stream_seed
+from .training import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
 # %% ../../nbs/workbench/sanitized.ipynb #6f2b2322
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
@@ -185,7 +185,7 @@ class SanitizedRun:
         "Whether the run ends here."
         return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #696d90c9
+# %% ../../nbs/workbench/sanitized.ipynb #a2f87c62
 class Bounded(nn.Module):
     "Clips rows as the layer does, without its noise."
     def __init__(self, layer): super().__init__(); self.bound = lambda: layer.clip
@@ -204,7 +204,12 @@ class PrivateBelow:
         for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
         self.learner = Learner(spec, model.below.parameters(), run.plan.steps)
         self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
-                                generator=run.noise, kernels=pinned_kernels(spec, run.data.train_images.shape[-1]))
+                                generator=run.noise, kernels=self.kernels(network, spec))
+
+    def kernels(self, network, spec):
+        "Pinned, so that a run repeats to the bit: the fast one for small images, the frugal one for ResNet-18."
+        if spec.engine != "book": return None
+        return {name: "chunked" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
     def batches(self, run, e):
         "The secret batches of one epoch."

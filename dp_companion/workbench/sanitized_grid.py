@@ -162,7 +162,7 @@ def printed_values(
     if stops: values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
     return values | changes
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #37b07157
+# %% ../../nbs/workbench/sanitized_grid.ipynb #c688e539
 FREE_EPOCHS = 3 # ours: how many times the profile's epochs one release is read
 RATES = {"Frozen": ("sgd", .02), "Frozen, random": ("sgd", .02), "One release": ("sgd", .02), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
 def _rate(method): return dict(zip(("optimizer", "learning_rate"), RATES[method]))
@@ -189,7 +189,7 @@ def _dp_sgd_below(profile, target_epsilon, runs):
     rows, plan = row_noise(profile.epochs, ROWS_SHARE*target_epsilon, profile.delta), profile.private_plan
     width = profile.width if "resnet" in profile.model else public_width(row_noise(1, ROWS_SHARE*target_epsilon, profile.delta), profile)
     gradients = cached(gradient_noise, runs)(rows, plan, target_epsilon, profile.delta)
-    return dict(layer_below="dp_sgd", engine="ghost" if "resnet" in profile.model else "book", layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
+    return dict(layer_below="dp_sgd", layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #6272d435
 def plain_values(
