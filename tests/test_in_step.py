@@ -60,7 +60,7 @@ def test_experiments_declare_their_parameters(root):
         assert {"profile", "runs"} <= set(declared_parameters(path)), path
         assert (path.parent/".notest").exists(), f"nbdev_test would train {path}: it looks for .notest in the notebook's own folder"
         last = json.loads(path.read_text(encoding="utf-8"))["cells"][-1]
-        assert "".join(last["source"]).startswith("provenance_line("), f"{path} must end with the list of its records"
+        assert "".join(last["source"]).splitlines()[-1].startswith("provenance_line("), f"{path} must end with the list of its records"
 
 
 def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
