@@ -34,6 +34,24 @@ def certified_step(name, sigma):
 
 # bounds
 
+PEER = [ # canaries per world, false positives, false negatives; then what jax_privacy 2.0.0 gives at 95 % and DELTA: Clopper-Pearson, one run, one run by f-DP
+    (1000, 289, 323, 0.709732, 0.733263, 1.222274),
+    (1000, 149, 500, 0.998640, 1.053352, 1.690727),
+    (1000, 157, 156, 1.515066, 1.536016, 2.567667),
+    (1000, 20, 489, 2.747859, 2.853443, 4.633481),
+    (2000, 135, 144, 2.445357, 2.470828, 4.073200),
+    (2000, 4, 1004, 4.533340, 4.655895, 7.689274),
+]
+
+
+@pytest.mark.parametrize("n, false_positives, false_negatives, rates, one_run, gaussian", PEER)
+def test_bounds_agree_with_a_public_peer(n, false_positives, false_negatives, rates, one_run, gaussian):
+    assert abs(rates_bound(false_positives, n, false_negatives, n, delta=DELTA, confidence=.95) - rates) <= 1e-5
+    guesses, correct = n - false_negatives + false_positives, n - false_negatives
+    assert abs(one_run_bound(2*n, guesses, correct, delta=DELTA) - one_run) <= 1e-4
+    assert abs(one_run_gaussian_bound(2*n, guesses, correct, delta=DELTA) - gaussian) <= 1e-3
+
+
 @pytest.mark.parametrize("counts, delta, reference", [((100, 100, 75), 0, .702), ((100, 100, 75), 1e-4, .699), ((1000, 100, 75), 1e-4, .673),
                                                       ((100_000, 1510, 1439), 1e-5, 2.676)])
 def test_one_run_reference_values(counts, delta, reference): assert abs(one_run_bound(*counts, delta=delta) - reference) <= 5.1e-4
