@@ -135,6 +135,7 @@ def test_audit_of_a_paper_s_headline():
     assert status == 2 and "paper must be one of global_adapt_v2, sad, adaptive_noise, sanitization" in err
 
 
+@pytest.mark.slow
 def test_audit_of_a_sanitized_run(tmp_path):
     from dataclasses import asdict, replace
     from dp_companion.workbench.records import RunSpec

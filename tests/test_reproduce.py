@@ -103,6 +103,7 @@ def test_a_damaged_record_stops_the_page(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("runs/notebooks/**/*.ipynb"))
 
 
+@pytest.mark.slow
 def test_kept_experiments_are_trained_only_on_demand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = tmp_path/"nbs"/"experiments"/"toy.ipynb"

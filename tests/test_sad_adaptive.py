@@ -196,6 +196,7 @@ def test_a_run_that_cannot_be_is_refused_before_it_trains(tmp_path, digits):
     with pytest.raises(ValueError, match="initial must be large enough for one step"): train(spec_of(ADAPTIVE["gradient"], noise_multiplier=.1), tmp_path, load_dataset("digits"))
 
 
+@pytest.mark.slow
 def test_the_grid_of_paper_adaptive_noise_is_certified(tmp_path):
     size = replace(adaptive_profile("digits"), seeds=1, epochs=2)
     cells = [(adaptive_values(size, m, epochs=2), t) for m, t in (("Non-DP", None), ("DP-SGD", 1.), ("Adaptive DP-SGD, by gradient", 1.), ("Adaptive DP-SGD, by loss", 1.))]

@@ -178,6 +178,7 @@ def test_printed_is_told_apart_whatever_the_noise():
     assert attack_below(loud, draws=60, steps=3).epsilon > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["Frozen", "One release"])
 def test_frozen_versions_hold_in_20_runs(method):
     spec = SPECS[method]
@@ -187,6 +188,7 @@ def test_frozen_versions_hold_in_20_runs(method):
     assert max(found) <= spec.target_epsilon and max(found) > .5*spec.target_epsilon
 
 
+@pytest.mark.slow
 def test_below_holds_in_20_runs():
     spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=8., layer_noise_multiplier=12., layer_width=8, layer_clip=20.) # a bound that the bright record does not meet
     run = SanitizedRun(spec, worst_case("digits", True))
@@ -195,6 +197,7 @@ def test_below_holds_in_20_runs():
     assert max(found) <= certified < 3
 
 
+@pytest.mark.slow
 def test_below_with_too_little_noise_is_found_out():
     spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=8., layer_noise_multiplier=12., layer_width=8, layer_clip=20.) # a bound that the bright record does not meet
     run = SanitizedRun(spec, worst_case("digits", True))
