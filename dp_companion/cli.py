@@ -169,7 +169,7 @@ def run(
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
-# %% ../nbs/cli.ipynb #ee7a491f
+# %% ../nbs/cli.ipynb #573c4cb0
 @app.command()
 def audit(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec, the record.json of a finished run, or the short name of a paper, whose headline is audited.")], runs:RunsFlag=Path("runs"),
@@ -181,21 +181,29 @@ def audit(
     A paper (global_adapt_v2, sad, adaptive_noise, sanitization) is attacked at its own sizes, without training.
     """
     if spec.suffix != ".json" and not spec.exists(): return _headlines(str(spec), as_json)
-    from dataclasses import replace
-    from dp_companion.audits.runs import audit_runs, released_events
-    from dp_companion.workbench.records import read_record, record_path, spec_from_dict
-    from dp_companion.workbench.training import train
-    content = _json_object(spec)
-    if "sha256" in content: record, runs = read_record(spec), spec.resolve().parent.parent
-    else:
-        checked = spec_from_dict(content)
-        with _waiting(f"run {checked.name}"): record = train(checked, runs)
-    fresh = replace(record, budget={**record.budget, "empirical": None})
-    if record.spec.layer_below is None: released_events(record) # a run without noise is refused
-    with _waiting("attack"): record, = audit_runs([fresh], runs, draws=draws, workers=1) if record.spec.layer_below is None else _layers(fresh, runs)
+    from dp_companion.workbench.records import record_path
+    record, runs = _finished(spec, runs)
+    record = _attacked(record, runs, draws)
     _say({"record": str(record_path(record.spec, runs)), **{name: record.budget[name] for name in ("claimed", "certified", "empirical", "verdict")}} if as_json else _three(record.budget), as_json)
 
-def _layers(record, runs): # A run with a sanitization layer has attacks of its own
+# %% ../nbs/cli.ipynb #7a578b44
+def _finished(path, runs): # The record of a run, trained where there is none yet, and its folder of runs
+    from dp_companion.workbench.records import read_record, spec_from_dict
+    from dp_companion.workbench.training import train
+    content = _json_object(path)
+    if "sha256" in content: return read_record(path), path.resolve().parent.parent
+    spec = spec_from_dict(content)
+    with _waiting(f"run {spec.name}"): return train(spec, runs), runs
+
+def _attacked(record, runs, draws): # A run with a sanitization layer has attacks of its own; one without noise is refused
+    from dataclasses import replace
+    from dp_companion.audits.runs import audit_runs, released_events
+    fresh = replace(record, budget={**record.budget, "empirical": None})
+    if record.spec.layer_below is None: released_events(record)
+    with _waiting("attack"): record, = audit_runs([fresh], runs, draws=draws, workers=1) if record.spec.layer_below is None else _layers(fresh, runs)
+    return record
+
+def _layers(record, runs):
     from dp_companion.audits.sanitized import audit_layers
     from dp_companion.workbench.datasets import load_dataset
     from dp_companion.workbench.planning import poisson_plan

@@ -15,10 +15,12 @@ from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.workbench.datasets import load_dataset
-from dp_companion.workbench.grid_adaptive import adaptive_profile, adaptive_specs, adaptive_values
-from dp_companion.workbench.grid_sad import SAD_METHODS, TABLE_II, sad_profile, sad_specs, sad_values
+from dp_companion.workbench.grid import specs_of
+from dp_companion.workbench.grid_adaptive import adaptive_profile, adaptive_values
+from dp_companion.workbench.grid_sad import SAD_METHODS, TABLE_II, sad_profile, sad_values
 from dp_companion.workbench.records import RunSpec, read_record, record_path
-from dp_companion.workbench.training import Run, epoch, train
+from dp_companion.workbench.run import Run, epoch
+from dp_companion.workbench.training import train
 
 SMALL = dict(epochs=2, expected_batch_size=128)
 SAD = sad_values(sad_profile("digits"), "SAD-DPSGD", **SMALL)
@@ -49,7 +51,7 @@ def drawn(monkeypatch):
 @pytest.mark.parametrize("method", TABLE_II)
 def test_noise_and_bound_of_every_step_are_the_certified_ones(tmp_path, digits, drawn, method):
     values = sad_values(sad_profile("digits"), method, epochs=5, expected_batch_size=128)
-    ((spec, *_),) = sad_specs(sad_profile("digits"), [(values, 3.)], runs=tmp_path, workers=1)
+    ((spec, *_),) = specs_of(sad_profile("digits"), [(values, "certified", 3.)], runs=tmp_path, workers=1)
     record = train(spec, tmp_path, digits)
     events = record.budget["events"]
     certified = np.repeat([e["noise_multiplier"] for e in events], [e["steps"] for e in events])
@@ -64,7 +66,7 @@ def test_noise_and_bound_of_every_step_are_the_certified_ones(tmp_path, digits, 
 
 
 def test_a_private_threshold_is_counted_and_certified(tmp_path, digits):
-    ((spec, *_),) = sad_specs(sad_profile("digits"), [(sad_values(sad_profile("digits"), "Auto-DPSGD-S, private threshold", expected_batch_size=128), 3.)], runs=tmp_path, workers=1)
+    ((spec, *_),) = specs_of(sad_profile("digits"), [(sad_values(sad_profile("digits"), "Auto-DPSGD-S, private threshold", expected_batch_size=128), "certified", 3.)], runs=tmp_path, workers=1)
     record = train(spec, tmp_path, digits)
     assert all(e["query"] == "gradient and count within the bound" for e in record.budget["events"])
     np.testing.assert_allclose([e["noise_multiplier"] for e in record.budget["events"]], [(e["noise_multiplier"]**-2 + 1/100)**-.5 for e in record.epochs], rtol=1e-12)
@@ -199,6 +201,6 @@ def test_a_run_that_cannot_be_is_refused_before_it_trains(tmp_path, digits):
 @pytest.mark.slow
 def test_the_grid_of_paper_adaptive_noise_is_certified(tmp_path):
     size = replace(adaptive_profile("digits"), seeds=1, epochs=2)
-    cells = [(adaptive_values(size, m, epochs=2), t) for m, t in (("Non-DP", None), ("DP-SGD", 1.), ("Adaptive DP-SGD, by gradient", 1.), ("Adaptive DP-SGD, by loss", 1.))]
-    specs = [cell[0] for cell in adaptive_specs(size, cells, runs=tmp_path, workers=1)]
+    cells = [(adaptive_values(size, m, epochs=2), "certified" if t else "none", t) for m, t in (("Non-DP", None), ("DP-SGD", 1.), ("Adaptive DP-SGD, by gradient", 1.), ("Adaptive DP-SGD, by loss", 1.))]
+    specs = [cell[0] for cell in specs_of(size, cells, runs=tmp_path, workers=1)]
     assert [s.accounting for s in specs] == ["none", "certified", "certified", "certified"] and specs[1].noise_multiplier < min(s.noise_multiplier for s in specs[2:])

@@ -24,7 +24,7 @@ from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..workbench.datasets import Dataset
 from ..workbench.records import RunSpec
 from ..workbench.planning import budget_report
-from ..workbench.training import Run, epoch
+from ..workbench.run import Run, epoch
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
 def poisson_batches(

@@ -23,7 +23,7 @@ from ..workbench.optimizers import build_lr_scheduler, build_optimizer
 from ..workbench.records import RunSpec
 from ..workbench.evaluation import evaluate
 from ..workbench.planning import rule_at
-from ..workbench.training import Run, check_ledger, pinned_kernels, step
+from ..workbench.run import Run, check_ledger, pinned_kernels, step
 
 # %% ../../nbs/audits/whole_runs.ipynb #d1f1f3bf
 def with_canaries(

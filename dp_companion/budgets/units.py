@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 from scipy import special, stats
 
-from .certified import ROUNDING, SMALLEST_DELTA, Certified, _composable, _instead, _loss_width, _relation, _repeated
+from .certified import ROUNDING, SMALLEST_DELTA, Certified, composable, _instead, _loss_width, _relation, _repeated
 from .events import MechanismEvent
 from .rdp import ORDERS, _checked, merge_events, rdp_sampled_gaussian, rdp_to_epsilon
 from .schedules import _real, _whole, _word
@@ -126,7 +126,7 @@ def _group_by_rdp(events, images, delta):
 
 def _group_by_pld(events, images, delta):
     "Epsilon by PLD, or by RDP where that is the one to report."
-    scale, few = _group_by_rdp(events, images, delta), _composable(events)
+    scale, few = _group_by_rdp(events, images, delta), composable(events)
     if scale.epsilon in (0, math.inf): return replace(scale, note=f"RDP certifies {scale.epsilon:g}, so PLD was not asked.")
     if delta < SMALLEST_DELTA: return _instead(scale, f"PLD is not used below delta={SMALLEST_DELTA:g}, where rounding decides")
     wide = [replace(e, noise_multiplier=e.noise_multiplier/images) for e in clipped_per_unit(few, images=images)]

@@ -32,7 +32,7 @@ from .optimizers import OPTIMIZERS, build_lr_scheduler
 from .records import RunRecord, RunSpec, record_path
 from .evaluation import evaluate, finite
 from .planning import cached, check_target, poisson_plan, rule_at
-from .training import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
+from .run import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
 # %% ../../nbs/workbench/sanitized.ipynb #6f2b2322
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)

@@ -8,7 +8,7 @@ __all__ = ['LAYER_PROFILES', 'PAPER_LIMITS', 'PRINTED', 'REAL', 'PLAIN', 'LAYER_
            'row_noise', 'gradient_noise', 'plain_noise', 'printed_values', 'real_values', 'plain_values', 'layer_specs',
            'sweep_specs']
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #696c4c6f
+# %% ../../nbs/workbench/sanitized_grid.ipynb #80195bfe
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,32 +19,26 @@ from ..budgets.events import gaussian_events
 from ..budgets.rdp import smallest_scale
 from ..budgets.released_rows import RowRelease, calibrate_rows, claimed_rows, sanitization_report
 from ..budgets.schedules import Constant, PoissonPlan
+from .grid import Profile, profile_named
 from .records import RunSpec
 from .planning import cached
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #e6e55c3a
+# %% ../../nbs/workbench/sanitized_grid.ipynb #d12092db
 @dataclass(frozen=True, kw_only=True)
-class LayerProfile:
+class LayerProfile(Profile):
     "How much of paper sanitization to run on one of its data sets: sizes, never the algorithm."
-    dataset:str # A key of `datasets.DATASETS`
-    model:str # A key of `sanitized.LAYERED`
-    dataset_size:int # Its training records: public, part of the plan
-    epochs:int # E
-    expected_batch_size:int # b
-    seeds:int # Runs per cell of a table
+    learning_rate:float=1e-3 # Initial learning rate
     width:int=50 # n
     clip:float=.5 # C
     bound_ratio:float=.05 # t of the moving bound
     windows:tuple=(10, 5) # len of the slope flag and of the trend flag, epochs
     plain_model:str|None="sanitization_cnn" # A key of `models.MODELS`: the same network without a layer; None where there is none
-    learning_rate:float=1e-3 # Initial learning rate
     private_batch_size:int=256 # b of DP-SGD, and of heads on certified rows
-    delta:float=1e-5 # Target delta
 
     @property
-    def plan(self)->PoissonPlan: return PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.expected_batch_size, epochs=self.epochs)
+    def plan(self)->PoissonPlan: return self.plan_of(self.run_values)
     @property
-    def private_plan(self)->PoissonPlan: return PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.private_batch_size, epochs=self.epochs)
+    def private_plan(self)->PoissonPlan: return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #f0b7a52f
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
@@ -58,16 +52,13 @@ LAYER_PROFILES = {
               "CIFAR-10, ResNet-18": LayerProfile(**_resnet, epochs=100, seeds=5)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #493048ab
+# %% ../../nbs/workbench/sanitized_grid.ipynb #ba3b7363
 def layer_profile(
     name:str, # A key of `LAYER_PROFILES`
     stands_for:str="MNIST", # The paper's name of the data set
 )->LayerProfile: # The sizes
     "The named profile for one of the paper's data sets."
-    if name not in LAYER_PROFILES: raise ValueError(f"profile must be one of {', '.join(LAYER_PROFILES)}, got profile={name!r}")
-    known = LAYER_PROFILES[name]
-    if stands_for not in known: raise ValueError(f"stands_for must be one of {', '.join(known)} in profile {name}, got stands_for={stands_for!r}")
-    return known[stands_for]
+    return profile_named(name, stands_for, LAYER_PROFILES)
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #ba2a88e1
 PAPER_LIMITS = {"cnn": dict(width=50, slope=1.2e-4, trend=2e-5), "resnet18": dict(width=512, slope=1.5e-5, trend=3e-5)} # Section 6.4; it does not say the CNN's width: the middle of its best, 40 to 60
@@ -145,10 +136,9 @@ def plain_noise(
     "The same for DP-SGD alone."
     return calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta, accountant="pld", neighbouring_relation="replace_one")
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #dafc9de3
+# %% ../../nbs/workbench/sanitized_grid.ipynb #d50b754e
 def _sizes(profile, method):
-    names = ("dataset", "model", "epochs", "expected_batch_size", "learning_rate", "delta")
-    return {name: getattr(profile, name) for name in names} | dict(paper="sanitization", method=method, optimizer="adam", weight_decay=0., lr_scheduler="cosine", clip_rule="none")
+    return profile.run_values | dict(paper="sanitization", method=method, optimizer="adam", weight_decay=0., lr_scheduler="cosine", clip_rule="none")
 
 def printed_values(
     profile:LayerProfile, # Sizes
