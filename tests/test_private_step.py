@@ -289,6 +289,20 @@ def test_a_weight_in_two_modules_is_right_and_one_in_a_function_is_refused():
     assert model.words.weight.requires_grad and not model._forward_hooks and not model.words._forward_pre_hooks
 
 
+def test_a_weight_in_the_loss_is_refused_at_any_step():
+    model, (x, y), penalty = network(digits_cnn), batch(digits_cnn, 4), 0.
+    weight = next(model.parameters())
+    def loss(outputs, targets): return nn.functional.cross_entropy(outputs, targets, reduction="none") + (penalty*weight.square().sum() if penalty else 0)
+    step = step_for(model, generator=seeded(), noise_multiplier=1.)
+    step(loss, x, y)
+    before, penalty = copy.deepcopy(model.state_dict()), 1e3
+    with pytest.raises(ValueError, match="the loss must reach parameters through the model's layers alone, got a gradient of 1 parameters past them"): step(loss, x, y)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    penalty = 0.
+    step(loss, x, y) # and the next one is a step again
+    assert gradient(step).norm() < 1e3
+
+
 def share(rank, world, port, out):
     "One of the processes of the test below."
     torch.set_num_threads(1)

@@ -6,7 +6,7 @@
 __all__ = ['ENGINES', 'per_sample_losses', 'call', 'part_of', 'BookEngine', 'RuledOptimizer', 'HooksEngine', 'NotFinite',
            'RuledGhost', 'PerSample', 'GhostEngine']
 
-# %% ../../nbs/algorithms/engines.ipynb #0ceece5b
+# %% ../../nbs/algorithms/engines.ipynb #9cbc4f26
 import copy
 import inspect
 import torch
@@ -14,7 +14,7 @@ from torch import nn, Tensor
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from .book_keeping import Book, gradient_slots
+from .book_keeping import Book, gradient_slots, refuse_past
 from .per_sample_norms import HELD_BYTES
 
 # %% ../../nbs/algorithms/engines.ipynb #78bc1b39
@@ -48,7 +48,7 @@ def part_of(inputs, index): # `inputs` for some samples
     if isinstance(inputs, dict): return {k: part_of(x, index) for k, x in inputs.items()}
     return type(inputs)(part_of(x, index) for x in inputs) if isinstance(inputs, (tuple, list)) else inputs[index]
 
-# %% ../../nbs/algorithms/engines.ipynb #d8043585
+# %% ../../nbs/algorithms/engines.ipynb #b5b74c95
 class BookEngine:
     "One backward pass, no per-sample gradient of a linear layer (Bu et al. 2022)."
     def __init__(self, model, optimizer, kernels=None, held_bytes=HELD_BYTES):
@@ -57,10 +57,12 @@ class BookEngine:
 
     def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
         "Add the weighted sum of one batch."
+        for p in self.slots: p.grad = None
         with self.book.recording(): outputs = call(self.model, inputs)
         losses = per_sample_losses(loss_fn, outputs, targets)
         self.book.check_batch(len(losses))
         losses.sum().backward()
+        refuse_past(self.slots)
         norms = self.book.norms()
         bad = ~torch.isfinite(norms)
         self.book.add(scale(norms), bad if bad.any() else None)
