@@ -169,18 +169,19 @@ def run(
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
     _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
 
-# %% ../nbs/cli.ipynb #573c4cb0
+# %% ../nbs/cli.ipynb #9b49010a
 @app.command()
 def audit(
     spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec, the record.json of a finished run, or the short name of a paper, whose headline is audited.")], runs:RunsFlag=Path("runs"),
-    draws:Annotated[int, typer.Option(help="Runs per world that the attack draws.")]=40_000, as_json:JsonFlag=False,
+    draws:Annotated[int, typer.Option(help="Runs per world that the attack on a run draws; the headline of a paper and a run with a sanitization layer have numbers of their own.")]=40_000, as_json:JsonFlag=False,
 ):
     """Attack a run, or a paper's headline: a lower bound on its ε.
 
-    Trains the run where it has no record yet. The attack sees every noisy gradient that the run released; what it achieves, at 95 % confidence, joins the record.
+    Trains the run where it has no record yet. The attack draws again, many times, what the run's ledger says it released; what it achieves, at 95 % confidence, joins the record.
     A paper (global_adapt_v2, sad, adaptive_noise, sanitization) is attacked at its own sizes, without training.
     """
-    if spec.suffix != ".json" and not spec.exists(): return _headlines(str(spec), as_json)
+    from dp_companion.audits.audited_claims import HEADLINES
+    if spec.suffix != ".json" and (str(spec) in HEADLINES or not spec.exists()): return _headlines(str(spec), as_json)
     from dp_companion.workbench.records import record_path
     record, runs = _finished(spec, runs)
     record = _attacked(record, runs, draws)

@@ -1,4 +1,5 @@
 "Audits: bounds that hold, canaries that come near, and an engine that stays under what is certified for it."
+import json
 import math
 import resource
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import special, stats
 
+from dp_companion.audits.audited_claims import HEADLINES
 from dp_companion.audits.bounds import (Finding, epsilon_to_mu, finding_from_scores, gaussian_errors_bound, gaussian_rates_bound, mu_to_epsilon,
                                         one_run_bound, one_run_gaussian_bound, one_run_p_value, rate_upper, rates_bound)
 from dp_companion.budgets.certified import budget_report, calibrate, certify
@@ -189,3 +191,11 @@ def test_forty_audits_of_the_correct_engine():
              for confidence in (.95, .999)]
     print(f"above the certified epsilon: {above[0]} of {len(cases)} at 95 %, {above[1]} at 99.9 %")
     assert above[0] <= 4 and above[1] == 0
+
+
+@pytest.mark.parametrize("paper", HEADLINES)
+def test_page_shows_every_headline_with_three_epsilons(root, paper):
+    cells = json.loads((root/"nbs"/"audits"/"audited_claims.ipynb").read_text(encoding="utf-8"))["cells"]
+    shown = "\n".join("".join(output["data"]["text/markdown"]) for cell in cells for output in cell.get("outputs", []) if "text/markdown" in output.get("data", {}))
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(f"| {paper} |")]
+    assert len(rows) >= 2 and all(len(row) == 7 and float(row[5].replace(",", "")) >= 0 for row in rows), "run `make pages`"

@@ -17,7 +17,7 @@ from scipy import optimize, special, stats
 
 from ..budgets.schedules import _real, _whole, _word
 
-# %% ../../nbs/audits/bounds.ipynb #cd272422
+# %% ../../nbs/audits/bounds.ipynb #a8866e4d
 METHODS = ("rates", "gaussian_rates", "gaussian_errors", "one_run", "one_run_gaussian") # How a bound was found
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Finding:
     "A lower bound on epsilon that an attack achieved."
     epsilon: float # Lower bound (nats); >= 0
     delta: float # At which delta, in [0, 1)
-    confidence: float # Probability that the bound holds, whatever the mechanism; in (0, 1)
+    confidence: float # Probability that the bound holds, whatever the mechanism or, for methods named gaussian, for one with a Gaussian curve; in (0, 1)
     method: str # One of `METHODS`
     draws: int # Draws per world, all phases of the attack together; for one run, its canaries
     seed: int|None = None # Of the draws, where they have one

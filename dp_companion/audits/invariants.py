@@ -249,12 +249,12 @@ def relation_distance(
         ratios.append(mu_to_epsilon(distance/noise_multiplier, delta=delta)/certified)
     return by_size("certificates cover the distance of their relation", max(ratios), EXACT)
 
-# %% ../../nbs/audits/invariants.ipynb #8f76c4ca
+# %% ../../nbs/audits/invariants.ipynb #d62a74d9
 def check_step(
     rule:ClipRule, # The rule
     **options, # seed, engine, step_class: as for `Probe`
 )->tuple[Check,...]:
-    "All that can be checked of a private step with a rule."
+    "What can be checked of a private step with a rule; of one that counts first, no sums. `relation_distance` and the attack stand apart."
     sums = () if rule.counts_first else (one_record, public_divisor, interrupted_step)
     return tuple(check(rule, **options) for check in (noise_scale, noise_independence, empty_batch, *sums, raw_norms))
 

@@ -55,7 +55,7 @@ def clipped_gradients(
     rule = run.step.clip_rule
     return gradients*rule.scale(gradients.norm(dim=1), labels if rule.needs_groups else None)[:, None]
 
-# %% ../../nbs/audits/whole_runs.ipynb #72ee99df
+# %% ../../nbs/audits/whole_runs.ipynb #1e13251d
 class ImageCanaries:
     "A run that is about to train on images of which some are canaries, in by a coin each."
     def __init__(self,
@@ -83,7 +83,7 @@ class ImageCanaries:
         "Look at the canaries' gradients before a step; score its release after it."
         if self.run.step.clip_rule is None: return lambda released, report: torch.zeros(len(self.labels))
         own = clipped_gradients(self.run, self.images, self.labels)
-        return lambda released, report: own @ released / report.noise_std**2
+        return lambda released, report: (own @ released - own.square().sum(1)/2)/(report.sensitivity*report.noise_multiplier)**2
 
     @property
     def black_box(self)->np.ndarray: # (canaries,) in nats

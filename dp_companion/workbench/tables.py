@@ -108,7 +108,7 @@ def mean_text(
 
 # %% ../../nbs/workbench/tables.ipynb #36c3c19d
 HEADINGS = {"setting": "setting", "target_epsilon": "ε asked", "method": "method", "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)", "claimed": "claimed ε",
-            "certified": "certified ε", "empirical": "empirical ε"} # columns of the printed table, in order
+            "certified": "certified ε", "empirical": "empirical ε, 95 %"} # columns of the printed table, in order
 
 # %% ../../nbs/workbench/tables.ipynb #5951a377
 def for_print(

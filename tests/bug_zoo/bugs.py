@@ -18,7 +18,7 @@ from dp_companion.audits.invariants import by_size, attacked_step, check_rule, c
 from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
 from dp_companion.budgets import certified
 from dp_companion.budgets.schedules import Constant, PoissonPlan
-from dp_companion.workbench import models, training
+from dp_companion.workbench import models, planning, run
 from dp_companion.workbench.datasets import Dataset
 from dp_companion.workbench.models import build_model
 from dp_companion.workbench.records import RunSpec
@@ -164,7 +164,7 @@ ZOO = [
     Bug("fixed-size batches", "The loader draws exactly b records.", "loop", POISSON,
         (Patch(private_optimizer, "poisson_batch", "np.flatnonzero(bits < np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))", "np.argsort(bits)[:plan.expected_batch_size]"),)),
     Bug("shuffled batches, trainer", "The trainer shuffles; Poisson batches are accounted.", "run", POISSON,
-        (Patch(training, "epoch", "UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))",
+        (Patch(run, "epoch", "UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))",
                "torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.plan.expected_batch_size)"),)),
     Bug("realised batch size", "The sum is divided by the number of samples that came.", "step", SUM,
         (Patch(STEP, "accumulate", "found[1]/self.expected_batch_size", "found[1]/len(norms)"),)),
@@ -180,7 +180,7 @@ ZOO = [
         (Patch(OPTIMIZER, "begin", "self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),))",
                "(MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)"),)),
     Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
-        (Patch(training, "budget_report", "rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
+        (Patch(planning, "budget_report", "rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
     Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,
         (Patch(clipping.CountingRule, "update", "noisy_counts(self.counts(norms, groups), self.count_noise, generator)", "self.counts(norms, groups)"),)),
     Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.", "step, groups", SCALE,
@@ -189,7 +189,7 @@ ZOO = [
     Bug("late schedule", "The applied multiplier is that of the epoch before.", "loop", APPLIED,
         (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
     Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and takes down the right one.", "run", APPLIED,
-        (Patch(training, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}"),)),
+        (Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}"),)),
     Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
         (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
     Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
