@@ -25,7 +25,7 @@ Decay = Enum("Decay", {w: w for w in ("none", "linear", "time", "step")}, type=s
 AccountantName = Enum("AccountantName", {w.replace("-", "_"): w for w in ("as-printed", "tcdp", "rdp", "pld")}, type=str) # what `calibrate` can aim with
 ProfileName = Enum("ProfileName", {w: w for w in ("digits", "laptop", "paper")}, type=str) # sizes of an experiment
 
-# %% ../nbs/cli.ipynb #5543bc8b
+# %% ../nbs/cli.ipynb #f1140d8a
 DecayFlag = Annotated[Decay, typer.Option(help="How the noise variance falls.")]
 RateFlag = Annotated[float | None, typer.Option(help="R of the decay: in (0, 1).")]
 DropFlag = Annotated[int | None, typer.Option(help="K: epochs between two drops of step decay.")]
@@ -33,7 +33,7 @@ EpochsFlag = Annotated[int, typer.Option(help="E: passes over the data.")]
 BatchFlag = Annotated[int, typer.Option(help="b: expected batch size of Poisson sampling.")]
 SizeFlag = Annotated[int, typer.Option(help="n: training records.")]
 DeltaFlag = Annotated[float, typer.Option(help="delta, in (0, 1).")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON value instead of a table.")]
 RunsFlag = Annotated[Path, typer.Option(help="Folder of runs and their records.")]
 ProfileFlag = Annotated[ProfileName, typer.Option(help="digits: minutes; laptop: hours; paper: days.")]
 
@@ -125,7 +125,7 @@ def budget(
     if as_json: _say(report.to_dict(), as_json)
     else: typer.echo(_page(report))
 
-# %% ../nbs/cli.ipynb #60054ca4
+# %% ../nbs/cli.ipynb #d10b4e06
 @app.command()
 def calibrate(
     target_epsilon:Annotated[float, typer.Option(help="epsilon to stay under.")],
@@ -144,7 +144,7 @@ def calibrate(
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
     with _waiting(f"calibrating by {accountant.value}"): sigma = certified.calibrate(shape, plan, target_epsilon=target_epsilon, delta=delta, accountant=accountant.name)
     assumed = [p.name for p in claimed_budget(shape.rescaled(sigma), plan, delta=delta, formula="as_derived").unmet] if accountant.value == "tcdp" else []
-    _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta, **({"assumed, not met by Poisson batches": assumed} if assumed else {})}, as_json)
+    _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta, **({"assumed, not met": assumed} if assumed else {})}, as_json)
 
 # %% ../nbs/cli.ipynb #3e644575
 def _json_object(path):
@@ -220,10 +220,10 @@ def _three(budget): # For the eye
     return {"claimed ε": budget["claimed"]["epsilon"] if budget["claimed"] else "none", **{f"certified ε, {name.upper()}": c["epsilon"] for name, c in budget["certified"].items()},
             f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": budget["empirical"]["epsilon"], "verdict": budget["verdict"]}
 
-# %% ../nbs/cli.ipynb #0daf84e8
+# %% ../nbs/cli.ipynb #61ad0de0
 @app.command()
 def tables(
-    item:Annotated[str, typer.Argument(help="A table of paper global_adapt_v2: Table 4, 12, 13.")]="Table 13", runs:RunsFlag=Path("runs"), profile:ProfileFlag="digits", as_json:JsonFlag=False,
+    item:Annotated[str, typer.Argument(help="A table of paper global_adapt_v2: Table 4 or 13.")]="Table 13", runs:RunsFlag=Path("runs"), profile:ProfileFlag="digits", as_json:JsonFlag=False,
 ):
     """A paper's table beside our runs.
 
@@ -232,8 +232,9 @@ def tables(
     from dp_companion.published import load
     from dp_companion.workbench.grid import of_profile, profile_named
     from dp_companion.workbench.tables import beside_published, for_print, read_records, summarise
-    methods = set(load().query("item == @item")["method"])
-    table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if not methods or r.spec.method in methods]), item=item)
+    methods = set(load("global_adapt_v2").query("item == @item")["method"])
+    if not methods: raise ValueError(f"item must be a table of paper global_adapt_v2, got item={item!r}")
+    table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if r.spec.method in methods]), item=item)
     typer.echo(table.to_json(orient="records", force_ascii=False) if as_json else for_print(table).to_string(index=False))
 
 # %% ../nbs/cli.ipynb #a03362aa

@@ -93,6 +93,21 @@ def test_run_refuses_an_unknown_name(tmp_path):
     assert status == 2 and out == "" and err.count("\n") == 1 and "'sigma'" in err and [p.name for p in tmp_path.iterdir()] == ["spec.json"]
 
 
+@pytest.mark.parametrize(("change", "sentence"), [({"strict_max_grad_norm": 3.}, "strict_max_grad_norm must be left out for clip_rule=flat, which has none, got strict_max_grad_norm=3.0"),
+                                                  ({"stability": .1}, "stability must be left out for clip_rule=flat, which has none, got stability=0.1")])
+def test_run_refuses_what_its_rule_would_not_use(tmp_path, monkeypatch, change, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"spec.json").write_text(json.dumps(dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
+                                                      target_epsilon=1., epochs=1, expected_batch_size=128, seed=0) | change))
+    status, out, err = terminal("run", "spec.json")
+    assert (status, out) == (2, "") and err.count("\n") == 1 and sentence in err and not list(tmp_path.glob("runs/*/record.json"))
+
+
+def test_tables_refuses_a_table_that_is_none():
+    status, out, err = terminal("tables", "Table 99")
+    assert (status, out) == (2, "") and "item must be a table of paper global_adapt_v2, got item='Table 99'" in err
+
+
 def test_run_trains_and_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",

@@ -185,7 +185,7 @@ def test_groups_reach_a_rule_that_needs_them():
     assert len(privacy.accountant) == 5  # and nothing was spent
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_counts_are_paid_for_by_the_target_or_it_is_refused(accountant):
     rule = GlobalAdapt(max_grad_norm=.5, count_noise=1.5)
     def asked(target): return private(PrivacyEngine(accountant=accountant), "make_private_with_epsilon", target_epsilon=target, target_delta=1e-4, epochs=2, clip_rule=rule)
@@ -227,7 +227,7 @@ def test_the_budget_is_that_of_the_applied_steps(schedule, batch_size):
     assert per_step_multipliers(report.events).max() < 2.  # counts are paid for
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", [None, GlobalAdapt(max_grad_norm=.5, count_noise=4.)], ids=["flat", "counting"])
 def test_a_target_is_met_and_never_passed(accountant, rule):
     privacy, model, optimizer, loader = private(PrivacyEngine(accountant=accountant), "make_private_with_epsilon", target_epsilon=4., target_delta=1e-4,
@@ -360,6 +360,7 @@ def resumed(folder):
     (folder/"record.json").write_text(json.dumps([report, weights(model).tolist(), optimizer.clip_rule.strict_max_grad_norm]))
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_record(tmp_path, processes):
     def start(folder):
         folder.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants.analysis.rdp import compute_rdp
 
+import dp_companion.workbench.run as one_run
 import dp_companion.workbench.training as training
 from dp_companion.algorithms.adaptive_noise import BatchClip, BatchStep, FollowingNoise, following_state, load_following
 from dp_companion.algorithms.noise import GaussianNoise
@@ -76,12 +77,12 @@ def test_a_private_threshold_is_counted_and_certified(tmp_path, digits):
 
 def test_a_bound_of_another_stage_stops_the_run(digits, monkeypatch):
     run = Run(spec_of(SAD), digits)
-    monkeypatch.setattr(training, "rule_of_step", lambda rule, bounds, step: replace(rule, max_grad_norm=9.))
+    monkeypatch.setattr(one_run, "rule_of_step", lambda rule, bounds, step: replace(rule, max_grad_norm=9.))
     with pytest.raises(RuntimeError, match="applied clipping bound must equal"): epoch(run)
 
 
 def test_a_multiplier_of_another_step_stops_the_run(tmp_path, digits, monkeypatch):
-    monkeypatch.setattr(training, "multipliers_ahead", lambda run: iter(run.multipliers[len(run.ledger):].tolist()[::-1]))
+    monkeypatch.setattr(one_run, "multipliers_ahead", lambda run: iter(run.multipliers[len(run.ledger):].tolist()[::-1]))
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal"): train(spec_of(SAD), tmp_path, digits)
 
 
@@ -117,7 +118,7 @@ def test_a_run_that_the_filter_ends_holds_what_it_spent(tmp_path, by):
 
 
 def test_noise_that_was_not_granted_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "multipliers_ahead", lambda run: (s*.9 for s in iter(run.following.next, None)))
+    monkeypatch.setattr(one_run, "multipliers_ahead", lambda run: (s*.9 for s in iter(run.following.next, None)))
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal the .* granted ones"): train(spec_of(ADAPTIVE["gradient"]), tmp_path, load_dataset("digits"))
 
 

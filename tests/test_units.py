@@ -53,7 +53,7 @@ def moment(sigma, q, k, power):
 
 
 @pytest.mark.parametrize(("sigma", "q", "k"), [(.7, .05, 3), (2., .4, 2), (1., .016, 4)])
-@pytest.mark.parametrize("order", [1.5, 2.7, 6])
+@pytest.mark.parametrize("order", [1.5, 2.7, pytest.param(6, marks=pytest.mark.slow)])
 def test_rdp_is_the_larger_direction(sigma, q, k, order):
     removed, added = (float(mpmath.log(moment(sigma, q, k, power)))/(order - 1) for power in (order, 1 - order))
     np.testing.assert_allclose(rdp_unit(sigma, q, images=k, orders=[order])[0], max(removed, added), rtol=1e-8)
@@ -89,6 +89,7 @@ def exact_gaussian(mu, delta):
     return optimize.brentq(excess, 0, mu*mu + 50*mu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "steps", "k"), [(30., 100, 6), (5., 1, 3)])
 def test_full_participation_never_below_the_exact_value(sigma, steps, k):
     got, exact = certify_group([event(sigma, 1, steps)], images=k, delta=1e-5), exact_gaussian(k*math.sqrt(steps)/sigma, 1e-5)
@@ -104,6 +105,7 @@ def simulated_delta(epsilon, draw, sigma, q, k, steps, n=400_000):
     return gain.mean(), gain.std()/math.sqrt(n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "q", "k", "steps"), [(1.5, .1, 3, 8), (1., .05, 6, 4), (3., .3, 2, 10)])
 def test_a_run_against_simulation(sigma, q, k, steps):
     epsilon = certify_group([event(sigma, q, steps)], images=k, delta=.01, accountants=("pld",))["pld"].epsilon
@@ -112,6 +114,7 @@ def test_a_run_against_simulation(sigma, q, k, steps):
     assert abs(at - .01) < 5*noise + 1e-4, (epsilon, at, noise) # removing is the worse direction here
 
 
+@pytest.mark.slow
 def test_one_image_is_the_ordinary_certificate():
     run = [event(1.1, .02, 200), event(.9, .02, 100), event(10., .02, 300, "count")]
     ours, theirs = certify_group(run, images=1, delta=1e-5), certify(run, delta=1e-5)

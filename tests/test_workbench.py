@@ -265,6 +265,7 @@ def test_real_mnist_and_its_thinned_form():
     assert [int((data.test_labels == m).sum()) for m in (2, 8)] == [1032, 974] # what the published group accuracies are shares of
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_real_cifar10():
     data = real("cifar10")

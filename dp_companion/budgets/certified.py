@@ -110,14 +110,14 @@ def pld_epsilon(
     except (OverflowError, FloatingPointError, ValueError, MemoryError): return math.inf
     return math.inf if math.isnan(found) else float(found)
 
-# %% ../../nbs/budgets/certified.ipynb #02d5fc09
+# %% ../../nbs/budgets/certified.ipynb #bfa77b45
 def _by_pld(events, delta, neighbouring_relation):
     "Epsilon by PLD, or by RDP where that is the one to report."
     replaced = _relation(neighbouring_relation, "pld") == "replace_one"
     alike = tuple(replace(e, noise_multiplier=e.noise_multiplier/2) for e in events) if replaced else events # for the scale of the grid
     scale = _by_rdp(alike, delta, "add_or_remove_one")
     bound = Certified(math.inf, "pld") if replaced else scale
-    if scale.epsilon == 0: return replace(scale, note="RDP certifies 0, so PLD was not asked.")
+    if scale.epsilon == 0 and not replaced: return replace(scale, note="RDP certifies 0, so PLD was not asked.")
     if delta < SMALLEST_DELTA: return _instead(bound, f"PLD is not used below delta={SMALLEST_DELTA:g}, where rounding decides")
     interval = grid_interval(composable(alike), delta=delta) if scale.epsilon < math.inf else math.inf
     found = pld_epsilon(events, delta=delta, interval=interval, neighbouring_relation=neighbouring_relation) if interval < math.inf else math.inf

@@ -125,7 +125,7 @@ ORDERS = np.unique(np.concatenate([
     [1 + x/10. for x in range(1, 100)], np.arange(11, 65), # Opacus's own, and 64
     [80, 96, 128, 160, 192, 256, 384, 512, 768, 1024]])) # sparse, for much noise
 
-# %% ../../nbs/budgets/rdp.ipynb #41b76b11
+# %% ../../nbs/budgets/rdp.ipynb #0d5fb3b5
 def merge_events(
     events:Iterable[MechanismEvent], # In any order
     at_most:int=1000, # How many distinct multipliers to keep apart
@@ -135,7 +135,7 @@ def merge_events(
     if not rows: return ()
     sigma, q, steps = map(np.array, zip(*rows))
     if len(set(zip(sigma, q))) > at_most:
-        width = max(math.log(sigma.max()/sigma.min()), 1e-9)/at_most # one multiplier at many rates has no width of its own
+        width = max(math.log(sigma.max()/sigma.min()), 1e-9)/(at_most - 1) # one multiplier at many rates has no width of its own
         sigma = np.minimum(sigma, sigma.min()*np.exp(width*np.floor(np.log(sigma/sigma.min())/width)))
     pairs, which = np.unique(np.column_stack([sigma, q]), axis=0, return_inverse=True)
     totals = [sum(steps[which.ravel() == i].tolist()) for i in range(len(pairs))]

@@ -97,22 +97,22 @@ class Precondition:
     bound: float # Its right-hand side
     holds: bool # Whether it is met
 
-# %% ../../nbs/budgets/tcdp.ipynb #c088090f
+# %% ../../nbs/budgets/tcdp.ipynb #fe2385c1
 def amplify_by_sampling(
     guarantee:TCDP, # Of the mechanism on the subset; rho > 0
-    sample_rate:float, # h, subset size / data set size; in (0, 1]
+    sample_rate:float, # q, subset size / data set size; in (0, 1]
 )->tuple[TCDP,list[Precondition]]: # Guarantee on the whole data set, if all preconditions hold
     "tCDP of a mechanism on a uniformly random subset, for replace-one neighbours (paper global_adapt_v2, Lemma 4)."
-    rho, omega, h = _real("rho", guarantee.rho), guarantee.omega, sample_rate
-    if not 0 < h <= 1: raise ValueError(f"sample_rate must be in (0, 1], got sample_rate={h}")
-    log_inv_h, third = -math.log(h), 3*rho*(2 - math.log(rho))
-    return TCDP(13*h**2*rho, log_inv_h/(4*rho)), [
+    rho, omega, q = _real("rho", guarantee.rho), guarantee.omega, sample_rate
+    if not 0 < q <= 1: raise ValueError(f"sample_rate must be in (0, 1], got sample_rate={q}")
+    log_inv_q, third = -math.log(q), 3*rho*(2 - math.log(rho))
+    return TCDP(13*q**2*rho, log_inv_q/(4*rho)), [
         Precondition("rho of a release <= 0.1", rho, 0.1, rho <= 0.1),
-        Precondition("sample rate <= 0.1", h, 0.1, h <= 0.1),
-        Precondition("log(1/h) >= 3 rho (2 + log(1/rho))", log_inv_h, third, log_inv_h >= third),
-        Precondition("omega of a release >= log(1/h)/(2 rho)", omega, log_inv_h/(2*rho), omega >= log_inv_h/(2*rho))]
+        Precondition("sample rate <= 0.1", q, 0.1, q <= 0.1),
+        Precondition("log(1/q) >= 3 rho (2 + log(1/rho))", log_inv_q, third, log_inv_q >= third),
+        Precondition("omega of a release >= log(1/q)/(2 rho)", omega, log_inv_q/(2*rho), omega >= log_inv_q/(2*rho))]
 
-# %% ../../nbs/budgets/tcdp.ipynb #718e63fa
+# %% ../../nbs/budgets/tcdp.ipynb #ad97f99e
 def conversion_preconditions(
     guarantee:TCDP, # What is to be converted
     *,
@@ -122,4 +122,4 @@ def conversion_preconditions(
     reach = max(guarantee.omega - 1, 0.0)
     least = math.exp(-reach**2*guarantee.rho) if reach*guarantee.rho > 0 else 1.0
     return [Precondition("omega > 1", guarantee.omega, 1.0, guarantee.omega > 1),
-            Precondition("delta >= exp(-(omega - 1)^2 rho)", _real("delta", delta, below=1), least, delta >= least)]
+            Precondition("delta >= exp(-(omega - 1)^2 rho)", _real("delta", delta, below=1), least, delta >= least or guarantee.rho == 0)]

@@ -11,7 +11,7 @@ from importlib.resources import files
 import pandas as pd
 
 # %% ../../nbs/published.ipynb #b89c86db
-PAPERS = ("global_adapt_v2", "sad", "adaptive_noise", "sanitization") # short names, in the order of DESIGN.md
+PAPERS = ("global_adapt_v2", "sad", "adaptive_noise", "sanitization") # short names, in the order of the README
 COLUMNS = ("paper", "item", "dataset", "model", "method", "setting", "epsilon", "delta", "metric", "value", "unit")
 NUMBERS = ("epsilon", "delta", "value") # the columns that hold numbers; only `value` is never empty
 

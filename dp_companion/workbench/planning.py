@@ -42,7 +42,7 @@ def poisson_plan(
     "The sampling plan of `spec` on `data`."
     return PoissonPlan(dataset_size=len(data.train_labels), expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
 
-# %% ../../nbs/workbench/planning.ipynb #f9be7f97
+# %% ../../nbs/workbench/planning.ipynb #8eac111d
 def rule_at(
     spec:RunSpec, # The run
     epoch:int, # From 0
@@ -52,7 +52,10 @@ def rule_at(
     bound, kind = bound_schedule(spec), known_rule(spec.clip_rule)
     constants = {"strict_max_grad_norm": None if bound is None else float(bound.at(epoch)), "stability": spec.stability, "count_noise": spec.count_noise,
                  "num_groups": classes if kind.needs_groups else None}
-    return kind(max_grad_norm=spec.max_grad_norm, **{name: value for name, value in constants.items() if value is not None})
+    given = {name: value for name, value in constants.items() if value is not None}
+    for name, value in given.items():
+        if name not in kind.__dataclass_fields__: raise ValueError(f"{name} must be left out for clip_rule={spec.clip_rule}, which has none, got {name}={value}")
+    return kind(max_grad_norm=spec.max_grad_norm, **given)
 
 # %% ../../nbs/workbench/planning.ipynb #04641f27
 def cached(
