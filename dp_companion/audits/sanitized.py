@@ -128,7 +128,7 @@ def attack_spec(
 
 def _same_attack(spec):
     "What decides the attack on a run."
-    first = replace(short(spec), seed=0, method="", target_epsilon=1., layer_bound_ratio=None) if spec.layer_below == "trained" else replace(spec, seed=0)
+    first = replace(short(spec), seed=0, method="any", target_epsilon=1., layer_bound_ratio=None) if spec.layer_below == "trained" else replace(spec, seed=0)
     return first
 
 # %% ../../nbs/audits/sanitized.ipynb #fc7b8c7d
