@@ -95,11 +95,11 @@ def _waiting(what):
     try: yield
     finally: done.set(); clock.join()
 
-# %% ../nbs/cli.ipynb #2c66fcd4
+# %% ../nbs/cli.ipynb #a1eba4dd
 def _page(report):
     "A BudgetReport for the eye."
     lines = [f"claimed     ε = {report.claimed.epsilon:.6g}   by the paper's formula ({report.claimed.formula}): ρ = {report.claimed.rho:.4g}, ω = {report.claimed.omega:.4g}"]
-    lines += [f"certified   ε = {c.epsilon:.6g}   by {name.upper()}{'. ' + c.note if c.note else ''}" for name, c in report.certified.items()]
+    lines += [f"certified   ε = {c.epsilon:.6g}   by {name.upper() if not c.note else f'RDP. {c.note}'}" for name, c in report.certified.items()]
     lines += [f"at δ = {report.delta:g}; neighbours: {report.neighbouring_relation}; unit of privacy: {report.privacy_unit}", "", "What the claim's lemmas ask for:"]
     lines += [f"  {'met    ' if p.holds else 'not met'}  {p.name}: {p.value:.4g} against {p.bound:.4g}" for p in report.preconditions]
     return "\n".join([*lines, "", report.verdict])
@@ -220,7 +220,7 @@ def _three(budget): # For the eye
     return {"claimed ε": budget["claimed"]["epsilon"] if budget["claimed"] else "none", **{f"certified ε, {name.upper()}": c["epsilon"] for name, c in budget["certified"].items()},
             f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": budget["empirical"]["epsilon"], "verdict": budget["verdict"]}
 
-# %% ../nbs/cli.ipynb #61ad0de0
+# %% ../nbs/cli.ipynb #7f9a3168
 @app.command()
 def tables(
     item:Annotated[str, typer.Argument(help="A table of paper global_adapt_v2: Table 4 or 13.")]="Table 13", runs:RunsFlag=Path("runs"), profile:ProfileFlag="digits", as_json:JsonFlag=False,
@@ -235,7 +235,7 @@ def tables(
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if not methods: raise ValueError(f"item must be a table of paper global_adapt_v2, got item={item!r}")
     table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if r.spec.method in methods]), item=item)
-    typer.echo(table.to_json(orient="records", force_ascii=False) if as_json else for_print(table).to_string(index=False))
+    typer.echo(table.replace(float("inf"), "inf").to_json(orient="records", force_ascii=False) if as_json else for_print(table).to_string(index=False))
 
 # %% ../nbs/cli.ipynb #a03362aa
 @app.command()
@@ -257,7 +257,7 @@ def data(as_json:JsonFlag=False):
     from dp_companion.workbench.datasets import DATASETS, data_root, where
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
-# %% ../nbs/cli.ipynb #0728998c
+# %% ../nbs/cli.ipynb #d77774da
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line where None
 ):
@@ -267,6 +267,11 @@ def main(
     except Exception as error:
         sentence = error.format_message() if hasattr(error, "format_message") else str(error).strip()
         if not isinstance(error, (ValueError, FileNotFoundError, RuntimeError)) and not hasattr(error, "format_message"): raise
-        typer.echo(f"dp-companion: {' '.join(sentence.replace('Value error, ', '').split())}", err=True)
+        typer.echo(f"dp-companion: {' '.join(sentence.replace('Value error, ', '').split())}{_got(error, arguments)}", err=True)
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)
+
+def _got(error, arguments):
+    "The word behind the option that an error is about, where its sentence leaves it out."
+    options = getattr(getattr(error, "param", None), "opts", ())
+    return next((f", got {word}" for option, word in zip(arguments, arguments[1:]) if option in options and word not in error.format_message()), "")

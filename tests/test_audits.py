@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from scipy import special, stats
 
 from dp_companion.audits.audited_claims import HEADLINES
-from dp_companion.audits.bounds import (Finding, epsilon_to_mu, finding_from_scores, gaussian_errors_bound, gaussian_rates_bound, mu_to_epsilon,
-                                        one_run_bound, one_run_gaussian_bound, one_run_p_value, rate_upper, rates_bound)
+from dp_companion.audits.bounds import (Finding, epsilon_to_mu, finding_from_scores, gaussian_errors_bound, gaussian_ranks_bound, gaussian_rates_bound, mu_to_epsilon,
+                                        one_run_bound, one_run_gaussian_bound, one_run_p_value, rate_upper, rates_bound, share_moments)
 from dp_companion.budgets.certified import budget_report, calibrate, certify
 from dp_companion.budgets.events import MechanismEvent, gaussian_events
 from dp_companion.budgets.schedules import PoissonPlan, StepDecay
@@ -35,24 +35,6 @@ def certified_step(name, sigma):
 
 
 # bounds
-
-PEER = [ # canaries per world, false positives, false negatives; then what jax_privacy 2.0.0 gives at 95 % and DELTA: Clopper-Pearson, one run, one run by f-DP
-    (1000, 289, 323, 0.709732, 0.733263, 1.222274),
-    (1000, 149, 500, 0.998640, 1.053352, 1.690727),
-    (1000, 157, 156, 1.515066, 1.536016, 2.567667),
-    (1000, 20, 489, 2.747859, 2.853443, 4.633481),
-    (2000, 135, 144, 2.445357, 2.470828, 4.073200),
-    (2000, 4, 1004, 4.533340, 4.655895, 7.689274),
-]
-
-
-@pytest.mark.parametrize("n, false_positives, false_negatives, rates, one_run, gaussian", PEER)
-def test_bounds_agree_with_a_public_peer(n, false_positives, false_negatives, rates, one_run, gaussian):
-    assert abs(rates_bound(false_positives, n, false_negatives, n, delta=DELTA, confidence=.95) - rates) <= 1e-5
-    guesses, correct = n - false_negatives + false_positives, n - false_negatives
-    assert abs(one_run_bound(2*n, guesses, correct, delta=DELTA) - one_run) <= 1e-4
-    assert abs(one_run_gaussian_bound(2*n, guesses, correct, delta=DELTA) - gaussian) <= 1e-3
-
 
 @pytest.mark.parametrize("counts, delta, reference", [((100, 100, 75), 0, .702), ((100, 100, 75), 1e-4, .699), ((1000, 100, 75), 1e-4, .673),
                                                       ((100_000, 1510, 1439), 1e-5, 2.676)])
@@ -97,6 +79,17 @@ def test_split_and_named_thresholds_do_not_cheat():
         for k, thresholds in enumerate((None, (-1., 0., 1.))):
             false[k] += finding_from_scores(out, into, delta=1e-9, method="gaussian_errors", thresholds=thresholds).epsilon > 0
     assert (false <= 300*.05 + 3*math.sqrt(300*.05*.95)).all()
+
+
+def test_ranks_see_order_alone_and_count_ties_against_the_attack():
+    rng = np.random.default_rng(3)
+    out, into = rng.standard_normal(300), rng.standard_normal(300) + 1
+    bound = gaussian_ranks_bound(out, into, confidence=.95)
+    assert 0 < bound < 1.3 and bound == gaussian_ranks_bound(np.exp(out), np.exp(into), confidence=.95)
+    assert gaussian_ranks_bound(into, out, confidence=.95) == 0
+    assert gaussian_ranks_bound(np.floor(out), np.floor(into), confidence=.95) < bound
+    share, (mean, spread) = (into[:, None] > out).mean(), share_moments(bound, 300, 300)
+    assert math.isclose(mean + stats.norm.ppf(.95)*spread, share, rel_tol=1e-9)
 
 
 def test_findings_do_not_depend_on_the_scale_of_scores():

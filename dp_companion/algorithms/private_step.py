@@ -72,7 +72,7 @@ class StepReport:
 def check_settings(engine:str, clip_rule, expected_batch_size, is_distributed:bool):
     "Refuse an engine, a rule and a batch size that do not go together."
     if not expected_batch_size>0: raise ValueError(f"expected_batch_size must be > 0, got expected_batch_size={expected_batch_size}")
-    if engine not in ENGINES: raise ValueError(f"engine must be one of {list(ENGINES)}, got engine={engine!r}")
+    if engine not in ENGINES: raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got engine={engine!r}")
     if is_distributed and (engine!="book" or getattr(clip_rule, "counts_first", False)):
         raise ValueError("engine must be 'book', with a rule that scales before it counts, under DistributedDataParallel, "
             f"got engine={engine!r} and {type(clip_rule).__name__}")

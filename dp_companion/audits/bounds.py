@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'CANDIDATES', 'Finding', 'rate_upper', 'rates_to_epsilon', 'rates_bound', 'mu_to_epsilon', 'epsilon_to_mu',
-           'gaussian_rates_bound', 'gaussian_errors_bound', 'errors_at', 'strength_at', 'finding_from_scores',
-           'one_run_p_value', 'one_run_bound', 'one_run_gaussian_refutes', 'one_run_gaussian_bound',
-           'finding_from_guesses']
+           'gaussian_rates_bound', 'gaussian_errors_bound', 'share_moments', 'gaussian_ranks_bound', 'errors_at',
+           'strength_at', 'finding_from_scores', 'one_run_p_value', 'one_run_bound', 'one_run_gaussian_refutes',
+           'one_run_gaussian_bound', 'finding_from_guesses']
 
 # %% ../../nbs/audits/bounds.ipynb #aab2def8
 import math
@@ -17,15 +17,15 @@ from scipy import optimize, special, stats
 
 from ..budgets.schedules import _real, _whole, _word
 
-# %% ../../nbs/audits/bounds.ipynb #a8866e4d
-METHODS = ("rates", "gaussian_rates", "gaussian_errors", "one_run", "one_run_gaussian") # How a bound was found
+# %% ../../nbs/audits/bounds.ipynb #d7bb67f4
+METHODS = ("rates", "gaussian_rates", "gaussian_errors", "gaussian_ranks", "one_run", "one_run_gaussian") # How a bound was found
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     "A lower bound on epsilon that an attack achieved."
     epsilon: float # Lower bound (nats); >= 0
     delta: float # At which delta, in [0, 1)
-    confidence: float # Probability that the bound holds, whatever the mechanism or, for methods named gaussian, for one with a Gaussian curve; in (0, 1)
+    confidence: float # Probability that the bound holds, whatever the mechanism or, for methods named gaussian, for one with a Gaussian curve (gaussian_ranks: up to a normal approximation); in (0, 1)
     method: str # One of `METHODS`
     draws: int # Draws per world, all phases of the attack together; for one run, its canaries
     seed: int|None = None # Of the draws, where they have one
@@ -131,6 +131,34 @@ def gaussian_errors_bound(
     if not .75 <= confidence < 1: raise ValueError(f"confidence must be in [0.75, 1), where H56 holds, got confidence={confidence}")
     return np.maximum(-2*special.ndtri(rate_upper(errors, trials, confidence=confidence)), 0.)[()]
 
+# %% ../../nbs/audits/bounds.ipynb #9ddcb13a
+def share_moments(
+    mu:float, # Distance between the Gaussian worlds, in standard deviations; may be an array
+    n_out:int, # Draws without the record
+    n_in:int, # Draws with the record
+)->tuple[float,float]: # Mean and standard deviation of the share, in [0, 1]
+    "Mean and spread of the share of pairs in order (MW47)."
+    h = np.asarray(mu)/math.sqrt(2)
+    p, q = special.ndtr(h), special.ndtr(-h)
+    apart = p*q - 2*special.owens_t(h, 1/math.sqrt(3)) # p_2 - p^2
+    return p, np.sqrt(np.maximum(p*q + (n_in + n_out - 2)*apart, 0)/(n_in*n_out))
+
+def gaussian_ranks_bound(
+    scores_out:np.ndarray, # (draws_out,) without the record
+    scores_in:np.ndarray, # (draws_in,) with the record
+    *,
+    confidence:float, # Of the bound, in [0.9, 1)
+)->float: # mu, lower bound, >= 0
+    "Lower bound on mu from the ranks of all scores, ten or more a world (MW47)."
+    if not .9 <= confidence < 1: raise ValueError(f"confidence must be in [0.9, 1), where the normal approximation is safe, got confidence={confidence}")
+    if not min(len(scores_out), len(scores_in)) >= 10: raise ValueError(f"scores must be at least 10 in each world for method=gaussian_ranks, got {len(scores_out)} and {len(scores_in)}")
+    n_out, n_in, z = len(scores_out), len(scores_in), special.ndtri(confidence)
+    share = np.searchsorted(np.sort(scores_out), scores_in, side="left").mean()/n_out
+    def excess(mu): return np.dot((1, z), share_moments(mu, n_out, n_in)) - share
+    grid = np.linspace(0, 12, 601)
+    first = int(np.argmax(excess(grid) >= 0)) # at the end of the grid the mean is 1
+    return 0. if first == 0 else float(optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-12))
+
 # %% ../../nbs/audits/bounds.ipynb #2d807a0c
 def errors_at(
     scores_out:np.ndarray, # (draws_out,) without the record
@@ -159,7 +187,7 @@ def strength_at(
     if n_out != n_in: raise ValueError(f"scores_in must be as many as scores_out for method=gaussian_errors, got {n_in} and {n_out}")
     return gaussian_errors_bound(fp + fn, 2*n_in, confidence=confidence)
 
-# %% ../../nbs/audits/bounds.ipynb #2c47b967
+# %% ../../nbs/audits/bounds.ipynb #9764b132
 CANDIDATES = 1000 # Thresholds that a split tries on its first half; more change the choice by less than its chance
 
 def _candidates(scores_out, scores_in):
@@ -175,20 +203,25 @@ def finding_from_scores(
     *,
     delta:float, # In (0, 1); 0 too for method="rates"
     confidence:float=.95, # Of the bound, in (0, 1)
-    method:str="rates", # rates, gaussian_rates or gaussian_errors
+    method:str="rates", # rates, gaussian_rates, gaussian_errors; or gaussian_ranks, which needs no threshold
     thresholds:tuple[float,...]|None=None, # Named in advance, judged by bonferroni; none: split
     seed:int|None=None, # Of the draws, for the record
 )->Finding:
     "Lower bound on epsilon from scores, at thresholds that have not seen the draws they are judged on."
     out, into = (_finite(name, scores) for name, scores in (("scores_out", scores_out), ("scores_in", scores_in)))
+    if method == "gaussian_ranks" and thresholds is not None: raise ValueError(f"thresholds must be none for method=gaussian_ranks, got thresholds={thresholds}")
+    found = gaussian_ranks_bound(out, into, confidence=confidence) if method == "gaussian_ranks" else _at_thresholds(out, into, thresholds, delta, confidence, method)
+    epsilon = found if method == "rates" else mu_to_epsilon(found, delta=delta)
+    return Finding(epsilon=epsilon, delta=delta, confidence=confidence, method=method, draws=max(len(out), len(into)), seed=seed)
+
+def _at_thresholds(out, into, thresholds, delta, confidence, method):
+    "What the best threshold refutes: of those named, or one that the even draws choose for the odd ones."
     if thresholds is None:
         firsts, (out_b, in_b) = (out[::2], into[::2]), (out[1::2], into[1::2])
         tried = _candidates(*firsts)
         chosen = tried[[int(np.argmax(strength_at(*firsts, tried, delta=delta, confidence=confidence, method=method)))]]
     else: chosen, out_b, in_b = np.asarray(thresholds, dtype=float), out, into
-    found = float(strength_at(out_b, in_b, chosen, delta=delta, confidence=1 - (1 - confidence)/len(chosen), method=method).max())
-    epsilon = found if method == "rates" else mu_to_epsilon(found, delta=delta)
-    return Finding(epsilon=epsilon, delta=delta, confidence=confidence, method=method, draws=max(len(out), len(into)), seed=seed)
+    return float(strength_at(out_b, in_b, chosen, delta=delta, confidence=1 - (1 - confidence)/len(chosen), method=method).max())
 
 def _finite(name, scores):
     "Scores as a vector of at least four; what is not finite is an error, not an answer."

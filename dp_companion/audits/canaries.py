@@ -7,9 +7,10 @@ __all__ = ['LAYERS', 'KINDS', 'BYSTANDERS', 'BLOCK', 'Directions', 'output_sum',
            'count_score', 'step_scores', 'audit_step', 'audit_one_run', 'log_likelihood_ratio', 'schedule_scores',
            'audit_schedule', 'run_scores']
 
-# %% ../../nbs/audits/canaries.ipynb #a63b9101
+# %% ../../nbs/audits/canaries.ipynb #c943cfce
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -129,26 +130,27 @@ def step_scores(
         return canary_step(is_in, noise_multiplier) + count_score(rule, canary_step.step.clip_rule, noise_multiplier)
     return tuple(np.array([score(is_in) for _ in range(draws)]) for is_in in (False, True))
 
-# %% ../../nbs/audits/canaries.ipynb #8582d6a8
+# %% ../../nbs/audits/canaries.ipynb #825ab31c
 def audit_step(
     rule:ClipRule, # The rule under audit
     *,
     noise_multiplier:float, # sigma of the step
     delta:float, # In (0, 1)
-    draws:int=10_000, # Steps per world, a fiftieth of them for the threshold; >= 80
+    draws:int=10_000, # Steps per world, a fiftieth of them for the threshold where there is one; >= 80
     confidence:float=.95, # Of the bound, in (0, 1)
     seed:int=0, # Of the noise, and of the canary's direction
-    method:str="gaussian_errors", # gaussian_errors, gaussian_rates, or rates, which assumes no curve
+    method:str="gaussian_ranks", # gaussian_ranks, gaussian_errors, gaussian_rates, or rates, which assumes no curve
     **options, # kind, engine, step_class, sizes: as for `CanaryStep`
 )->Finding:
     "Lower bound on the epsilon of one full-batch step, by calling it (NHTJ23)."
     _real("noise_multiplier", noise_multiplier)
     if not _whole("draws", draws) >= 80: raise ValueError(f"draws must be >= 80, got draws={draws}")
     out, into = step_scores(rule, noise_multiplier=noise_multiplier, draws=draws, seed=seed, **options)
+    asked = dict(delta=delta, confidence=confidence, method=method, seed=seed)
+    if method == "gaussian_ranks": return finding_from_scores(out, into, **asked)
     first = max(draws//50, 20)
     middle = float(out[:first].mean() + into[:first].mean())/2
-    found = finding_from_scores(out[first:], into[first:], delta=delta, confidence=confidence, method=method, thresholds=(middle,))
-    return Finding(epsilon=found.epsilon, delta=delta, confidence=confidence, method=method, draws=draws, seed=seed)
+    return replace(finding_from_scores(out[first:], into[first:], thresholds=(middle,), **asked), draws=draws)
 
 # %% ../../nbs/audits/canaries.ipynb #97a52f56
 def audit_one_run(

@@ -25,7 +25,7 @@ def _geometric_sum(
     try: return math.expm1(terms*math.log(ratio))/(ratio - 1)
     except OverflowError: raise ValueError(f"decay_rate must keep its sum over {terms} terms finite, got decay_rate={decay_rate}") from None
 
-# %% ../../nbs/budgets/decayed.ipynb #5a9a70e6
+# %% ../../nbs/budgets/decayed.ipynb #e180fb0c
 def precision_sum(
     schedule:Schedule, # Noise multiplier by epoch; none, linear, time or step
     epochs:int, # E, epochs
@@ -41,7 +41,7 @@ def precision_sum(
 def smallest_variance(
     schedule:Schedule, # Noise multiplier by epoch; none, linear, time or step
     epochs:int, # E, epochs
-)->float: # m, dimensionless; in (0, 1]
+)->float: # v, dimensionless; in (0, 1]
     "Closed form of the least sigma_e^2/sigma_0^2 (paper global_adapt_v2, equations 13, 39 and 48)."
     E = _check_closed_form(schedule, epochs)
     if isinstance(schedule, Constant): return 1.0
@@ -150,7 +150,7 @@ def claimed_budget(
     epsilon = math.inf if derived and not follows else tcdp_to_epsilon(total.rho, total.omega if derived else math.inf, delta=delta)
     return ClaimedBudget(rho=total.rho, omega=total.omega, epsilon=epsilon, preconditions=conditions, formula=formula)
 
-# %% ../../nbs/budgets/decayed.ipynb #53948af9
+# %% ../../nbs/budgets/decayed.ipynb #8c2648a7
 FIGURE_9_READING = 0.0206 # rho at epsilon = 1, delta = 1e-5: the one round value that fits all printed multipliers; the paper says that it used its Figure 9; the exact inverse is 0.02082
 
 def _claimed_rho(target_epsilon, delta, formula):
@@ -169,14 +169,14 @@ def _derived_initial(
     q, C, L = plan.sample_rate, sensitivity, -math.log(delta)
     if not q <= 0.1: raise ValueError(f"sample_rate must be <= 0.1 for formula=as_derived, got sample_rate={q}")
     variances = [(event.noise_multiplier**2, event.steps) for event in gaussian_events(schedule.rescaled(1.0), plan)]
-    m = min(v for v, _ in variances)
-    if not m > 1e-250: raise ValueError(f"schedule must not fall below 1e-125 of its start for formula=as_derived, got {math.sqrt(m):g}")
-    S = math.fsum(steps/v for v, steps in variances)
+    v = min(ratio for ratio, _ in variances)
+    if not v > 1e-250: raise ValueError(f"schedule must not fall below 1e-125 of its start for formula=as_derived, got {math.sqrt(v):g}")
+    S = math.fsum(steps/ratio for ratio, steps in variances)
     rho = epsilon_to_rho(target_epsilon, delta=delta)
-    A = 13/4*q**2*-math.log(q)*S*m # rho*omega, whatever the initial multiplier
+    A = 13/4*q**2*-math.log(q)*S*v # rho*omega, whatever the initial multiplier
     if L <= (A/rho - 1)**2*rho and A > rho: variance = 13*q**2*C**2*S/(2*rho)
-    else: variance = 2*C**2*(1 + L/(target_epsilon - A))/(-math.log(q)*m)
-    return math.sqrt(max(variance, 5*C**2/m))*(1 + 1e-12)
+    else: variance = 2*C**2*(1 + L/(target_epsilon - A))/(-math.log(q)*v)
+    return math.sqrt(max(variance, 5*C**2/v))*(1 + 1e-12)
 
 # %% ../../nbs/budgets/decayed.ipynb #7d927731
 def calibrate_claimed(

@@ -262,7 +262,7 @@ def load_dataset(
     root:Path|None=None, # Folder of data sets; `data_root()` where None
 )->Dataset: # The data set in memory
     "The named data set."
-    if name not in DATASETS: raise ValueError(f"dataset must be one of {sorted(DATASETS)}, got dataset={name!r}")
+    if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
     return DATASETS[name](root)
 
 # %% ../../nbs/workbench/datasets.ipynb #01ac14cd
@@ -280,7 +280,7 @@ def where(
     name:str, # A key of `DATASETS`
 )->str: # One sentence
     "Whether the named data set is at hand, and where it is or goes."
-    if name not in DATASETS: raise ValueError(f"dataset must be one of {sorted(DATASETS)}, got dataset={name!r}")
+    if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
     if "digits" in name: return "bundled with scikit-learn"
     if "synthetic" in name: return "drawn from a formula on each use; SYNTHETIC, no measurement"
     for place in PLACES[name]:

@@ -8,11 +8,11 @@ __all__ = ['ADAPTIVE_PROFILES', 'UNCLIPPED', 'ADAPTIVE_METHODS', 'adaptive_profi
 # %% ../../nbs/workbench/grid_adaptive.ipynb #6b0bdbcf
 from .grid import Profile, profile_named
 
-# %% ../../nbs/workbench/grid_adaptive.ipynb #721ee284
+# %% ../../nbs/workbench/grid_adaptive.ipynb #691cbbe0
 ADAPTIVE_PROFILES = {
     "digits": {"MNIST": Profile(dataset="digits", model="unbalanced_mnist_cnn", dataset_size=1437, epochs=8, expected_batch_size=128, learning_rate=1., seeds=3)},
     "laptop": {"MNIST": Profile(dataset="mnist", model="mnist_cnn", dataset_size=60000, epochs=5, expected_batch_size=256, learning_rate=.5, seeds=3),
-               "CIFAR-10": Profile(dataset="cifar10", model="cifar_cnn", dataset_size=50000, epochs=10, expected_batch_size=512, learning_rate=.5, seeds=3)},
+               "CIFAR-10": Profile(dataset="cifar10", model="unbalanced_mnist_cnn", dataset_size=50000, epochs=3, expected_batch_size=512, learning_rate=2., seeds=3)},
     "paper": {"MNIST": Profile(dataset="mnist", model="mnist_cnn", dataset_size=60000, epochs=40, expected_batch_size=256, learning_rate=.5, seeds=5),
               "CIFAR-10": Profile(dataset="cifar10", model="cifar_cnn", dataset_size=50000, epochs=100, expected_batch_size=512, learning_rate=.5, seeds=5)},
 } # minutes; hours on two cores; a day on a GPU

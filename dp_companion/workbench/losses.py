@@ -64,8 +64,8 @@ def build_loss(
     **constants, # Of that loss: alpha and gamma for "focal"
 ): # (logits, targets, reduction="mean") -> loss, as `PrivateStep` takes it
     "The named loss with its constants bound."
-    if name not in LOSSES: raise ValueError(f"loss must be one of {sorted(LOSSES)}, got loss={name!r}")
+    if name not in LOSSES: raise ValueError(f"loss must be one of {', '.join(sorted(LOSSES))}, got loss={name!r}")
     known = set(inspect.signature(LOSSES[name]).parameters) & {"alpha", "gamma"}
     for constant in constants:
-        if constant not in known: raise ValueError(f"constants of loss={name!r} must be among {sorted(known)}, got {constant}={constants[constant]!r}")
+        if constant not in known: raise ValueError(f"constants of loss={name!r} must be among {', '.join(sorted(known)) or 'none'}, got {constant}={constants[constant]!r}")
     return partial(LOSSES[name], **constants) if constants else LOSSES[name]

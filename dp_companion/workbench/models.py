@@ -253,7 +253,7 @@ def build_model(
     **shape, # Keyword arguments of that model: image_size, channels, classes
 )->nn.Module: # The network, with initial weights that depend on `seed` alone
     "The named network with seeded initial weights; the global random state is left as it was."
-    if name not in MODELS: raise ValueError(f"model must be one of {sorted(MODELS)}, got model={name!r}")
+    if name not in MODELS: raise ValueError(f"model must be one of {', '.join(sorted(MODELS))}, got model={name!r}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**shape)

@@ -30,7 +30,7 @@ def beside_counts(
     if not noise_multiplier < count_noise: raise ValueError(f"count_noise must be > {noise_multiplier:g}, which the target needs for all queries together, got count_noise={count_noise:g}")
     return (noise_multiplier**-2 - count_noise**-2)**-.5
 
-# %% ../../nbs/workbench/multipliers.ipynb #d9137547
+# %% ../../nbs/workbench/multipliers.ipynb #6fb540ed
 TOLERANCE = 2e-3 # Certified epsilon is under its target by about this share at most
 
 def coarse_epsilon(
@@ -55,11 +55,12 @@ def certified_initial(
     sigma, aim, power, last = .92*safe, target_epsilon*(1 - TOLERANCE/2), 1.3, None # epsilon falls about as sigma^-power
     for _ in range(20):
         found = spent(sigma)
+        if not 0 < found < math.inf: break # where this accountant sees nothing, RDP's multiplier stands
         if found <= target_epsilon: safe = sigma
         if target_epsilon*(1 - TOLERANCE) <= found <= target_epsilon: return sigma
         if last: power = max(.3, -math.log(found/last[1])/math.log(sigma/last[0]))
         last, sigma = (sigma, found), sigma*(found/aim)**(1/power)
-    if not spent(safe) <= target_epsilon: raise ValueError(f"target_epsilon must be one that the schedule can meet, got target_epsilon={target_epsilon}; use another count_noise")
+    if not spent(safe) <= target_epsilon: raise ValueError(f"target_epsilon must be one that the schedule can meet, got target_epsilon={target_epsilon}; use {'a smaller one' if count_noise is None else 'another count_noise'}")
     return safe
 
 # %% ../../nbs/workbench/multipliers.ipynb #ab4f0be0
@@ -79,7 +80,7 @@ def shared_with_loss(
     "The noise of both, so that the loss takes a twenty-fifth of a step's budget."
     return {"noise_multiplier": beside_counts(total, LOSS_NOISE*total), "signal_noise": LOSS_NOISE*total}
 
-# %% ../../nbs/workbench/multipliers.ipynb #cb35c36e
+# %% ../../nbs/workbench/multipliers.ipynb #f258aada
 def first_multiplier(
     shape:Schedule, # The initial value is ignored
     plan:PoissonPlan, # The sampling
@@ -94,6 +95,7 @@ def first_multiplier(
     if accounting != "certified": raise ValueError(f"accounting must be one of as_printed, certified, filtered, got accounting={accounting!r}")
     return certified_initial(shape, plan, target_epsilon, delta, count_noise)
 
+# %% ../../nbs/workbench/multipliers.ipynb #da66245a
 def asked_of(
     values:dict, # Of a RunSpec, all but multiplier, target, accounting and seed
     plan:PoissonPlan, # Its sampling
@@ -107,6 +109,7 @@ def asked_of(
     counts = accounting == "certified" and issubclass(rule, CountingRule)
     return shape, plan, accounting, target_epsilon, values["delta"], values.get("count_noise", rule.count_noise) if counts else None
 
+# %% ../../nbs/workbench/multipliers.ipynb #b4ee1f17
 def first_multipliers(
     asked:list, # From `asked_of`, one a run
     runs:Path, # Folder of runs; multipliers are kept in its cache

@@ -24,7 +24,7 @@ def build_optimizer(
     weight_decay:float=0., # Decoupled for "adamw", an L2 term for the others; >= 0
 )->torch.optim.Optimizer: # With PyTorch's defaults for all else: no momentum for "sgd" and "rmsprop"
     "The named optimizer."
-    if name not in OPTIMIZERS: raise ValueError(f"optimizer must be one of {sorted(OPTIMIZERS)}, got optimizer={name!r}")
+    if name not in OPTIMIZERS: raise ValueError(f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got optimizer={name!r}")
     if not 0 < learning_rate < math.inf: raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
     return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay)
 
@@ -123,7 +123,7 @@ def build_lr_scheduler(
     steps:int, # Optimizer steps of the whole run, >= 1
 ): # Has step(), state_dict(), load_state_dict()
     "The named learning-rate scheduler for a run of `steps`."
-    if name not in LR_SCHEDULERS: raise ValueError(f"lr_scheduler must be one of {sorted(LR_SCHEDULERS)}, got lr_scheduler={name!r}")
+    if name not in LR_SCHEDULERS: raise ValueError(f"lr_scheduler must be one of {', '.join(sorted(LR_SCHEDULERS))}, got lr_scheduler={name!r}")
     if not steps >= 1: raise ValueError(f"steps must be >= 1, got steps={steps}")
     return LR_SCHEDULERS[name](optimizer, learning_rate, steps)
 

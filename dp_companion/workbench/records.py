@@ -116,7 +116,7 @@ def _count(spec, names):
         value = getattr(spec, name)
         _require(isinstance(value, int) and not isinstance(value, bool) and value > 0, name, "a whole number > 0", value)
 
-# %% ../../nbs/workbench/records.ipynb #f7137dc3
+# %% ../../nbs/workbench/records.ipynb #81837228
 def check_spec(
     spec:RunSpec, # The spec to look at
 ):
@@ -139,6 +139,7 @@ def check_spec(
     _check_stages(spec)
     _check_adaptive(spec)
 
+# %% ../../nbs/workbench/records.ipynb #0e050b14
 def _check_words(spec):
     for name in WORDS: _require(isinstance(getattr(spec, name), str) and getattr(spec, name), name, "a word", getattr(spec, name))
     _require(spec.paper in PAPERS, "paper", f"one of {', '.join(PAPERS)}", spec.paper)
@@ -151,6 +152,7 @@ def _check_bounds(spec):
     _require(isinstance(spec.bound_decay_rate, float) and 0 < spec.bound_decay_rate < 1, "bound_decay_rate", "in (0, 1)", spec.bound_decay_rate)
     _require(spec.strict_max_grad_norm is not None, "strict_max_grad_norm", "given when bound_decay_rate is", None)
 
+# %% ../../nbs/workbench/records.ipynb #0844215d
 def _check_stages(spec):
     is_staged = spec.decay == "stages"
     for name in ("stages", "stage_ratio"): _require(is_staged == (getattr(spec, name) is not None), name, "given exactly when decay=stages", getattr(spec, name))

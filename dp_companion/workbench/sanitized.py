@@ -41,14 +41,14 @@ BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cif
 LAYERED = {"sanitization_cnn": sanitization_cnn, "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
            "sanitization_resnet18": _resnet18, "pooled_rows": pooled_rows} # name in a run's description to the function that builds it around a layer
 
-# %% ../../nbs/workbench/sanitized.ipynb #00d79b2f
+# %% ../../nbs/workbench/sanitized.ipynb #14a02cbc
 def build_layered(
     spec:RunSpec, # With a sanitization layer
     data:Dataset, # Gives the shape of an image and the number of classes
     layer:SanitizationLayer, # Of the run
 )->nn.Sequential: # Parts below, sanitization, head; frozen below where the run says so
     "The network of a run, its initial weights seeded and public; the global random state is left as it was."
-    if spec.model not in LAYERED: raise ValueError(f"model must be one of {sorted(LAYERED)} for a run with a sanitization layer, got model={spec.model!r}")
+    if spec.model not in LAYERED: raise ValueError(f"model must be one of {', '.join(sorted(LAYERED))} for a run with a sanitization layer, got model={spec.model!r}")
     _, channels, _, side = data.train_images.shape
     seed = stream_seed(spec.seed, "weights")
     with torch.random.fork_rng(devices=[]):
