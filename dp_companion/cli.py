@@ -95,11 +95,11 @@ def _waiting(what):
     try: yield
     finally: done.set(); clock.join()
 
-# %% ../nbs/cli.ipynb #a1eba4dd
+# %% ../nbs/cli.ipynb #d4c7e623
 def _page(report):
     "A BudgetReport for the eye."
     lines = [f"claimed     ε = {report.claimed.epsilon:.6g}   by the paper's formula ({report.claimed.formula}): ρ = {report.claimed.rho:.4g}, ω = {report.claimed.omega:.4g}"]
-    lines += [f"certified   ε = {c.epsilon:.6g}   by {name.upper() if not c.note else f'RDP. {c.note}'}" for name, c in report.certified.items()]
+    lines += [f"certified   ε = {c.epsilon:.6g}   by {c.accountant.upper()}{'. ' + c.note if c.note else ''}" for c in report.certified.values()]
     lines += [f"at δ = {report.delta:g}; neighbours: {report.neighbouring_relation}; unit of privacy: {report.privacy_unit}", "", "What the claim's lemmas ask for:"]
     lines += [f"  {'met    ' if p.holds else 'not met'}  {p.name}: {p.value:.4g} against {p.bound:.4g}" for p in report.preconditions]
     return "\n".join([*lines, "", report.verdict])
@@ -257,7 +257,7 @@ def data(as_json:JsonFlag=False):
     from dp_companion.workbench.datasets import DATASETS, data_root, where
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
-# %% ../nbs/cli.ipynb #d77774da
+# %% ../nbs/cli.ipynb #dd5c8780
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line where None
 ):
@@ -274,4 +274,5 @@ def main(
 def _got(error, arguments):
     "The word behind the option that an error is about, where its sentence leaves it out."
     options = getattr(getattr(error, "param", None), "opts", ())
-    return next((f", got {word}" for option, word in zip(arguments, arguments[1:]) if option in options and word not in error.format_message()), "")
+    words, sentence = [word for argument in arguments for word in argument.split("=", 1)], error.format_message() if options else ""
+    return next((f", got {word}" for option, word in zip(words, words[1:]) if option in options and f"'{word}'" not in sentence), "")

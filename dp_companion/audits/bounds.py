@@ -187,7 +187,7 @@ def strength_at(
     if n_out != n_in: raise ValueError(f"scores_in must be as many as scores_out for method=gaussian_errors, got {n_in} and {n_out}")
     return gaussian_errors_bound(fp + fn, 2*n_in, confidence=confidence)
 
-# %% ../../nbs/audits/bounds.ipynb #9764b132
+# %% ../../nbs/audits/bounds.ipynb #cb75585e
 CANDIDATES = 1000 # Thresholds that a split tries on its first half; more change the choice by less than its chance
 
 def _candidates(scores_out, scores_in):
@@ -202,12 +202,13 @@ def finding_from_scores(
     scores_in:np.ndarray, # (draws_in,) scores with the record
     *,
     delta:float, # In (0, 1); 0 too for method="rates"
-    confidence:float=.95, # Of the bound, in (0, 1)
+    confidence:float=.95, # Of the bound, in (0, 1); 0.9 or more for gaussian_ranks
     method:str="rates", # rates, gaussian_rates, gaussian_errors; or gaussian_ranks, which needs no threshold
     thresholds:tuple[float,...]|None=None, # Named in advance, judged by bonferroni; none: split
     seed:int|None=None, # Of the draws, for the record
 )->Finding:
-    "Lower bound on epsilon from scores, at thresholds that have not seen the draws they are judged on."
+    "Lower bound on epsilon from scores; a threshold has not seen the draws that it is judged on."
+    _word("method", method, METHODS[:4])
     out, into = (_finite(name, scores) for name, scores in (("scores_out", scores_out), ("scores_in", scores_in)))
     if method == "gaussian_ranks" and thresholds is not None: raise ValueError(f"thresholds must be none for method=gaussian_ranks, got thresholds={thresholds}")
     found = gaussian_ranks_bound(out, into, confidence=confidence) if method == "gaussian_ranks" else _at_thresholds(out, into, thresholds, delta, confidence, method)
