@@ -210,14 +210,14 @@ def source_notebooks(
     if not found: raise FileNotFoundError(f"source must be a folder that holds notebooks, got {source}; run this in a checkout of dp-companion")
     return found
 
-# %% ../../nbs/workbench/notebooks.ipynb #d38baed6
+# %% ../../nbs/workbench/notebooks.ipynb #b7db00b8
 def execute_all(
     source:Path, # The folder nbs/
     target:Path, # Mirror of it, for the executed notebooks
     *,
     profile:str, # Passed to every experiment
     runs:Path, # Folder of runs, passed to every experiment
-    workers:int=2, # Notebooks at once; an experiment trains on its share of the cores
+    workers:int=2, # Notebooks at once; an experiment trains on its share of the cores, the first on all
     everything:bool=False, # Whether experiments whose outputs are kept are trained too
 ):
     "Execute every notebook under `source` that is not current; experiments last, in the site's order."
@@ -282,7 +282,7 @@ def with_outputs(
             cell["outputs"] = [{**o, "metadata": {}, **({"execution_count": None} if "execution_count" in o else {})} if "metadata" in o else o for o in kept]
     return json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
-# %% ../../nbs/workbench/notebooks.ipynb #6af98cd1
+# %% ../../nbs/workbench/notebooks.ipynb #3af672c8
 def execute_watched(
     experiments:list, # (source, target) of each, the longest best first
     parameters:dict, # Names and plain values; `runs` among them
@@ -296,8 +296,9 @@ def execute_watched(
     from tqdm import tqdm
     stale = [(p, target) for p, target in experiments if not is_current(target, execution_key(p, parameters), Path(parameters["runs"]))]
     failure = []
+    def cores(k): return os.cpu_count() if k == 0 else max(1, os.cpu_count()//workers) # the longest on all: the others end before it
     def work():
-        try: Parallel(n_jobs=workers)(delayed(execute)(p, target, parameters, committed=committed) for p, target in stale)
+        try: Parallel(n_jobs=workers)(delayed(_execute_on)(cores(k), p, target, parameters, committed=committed) for k, (p, target) in enumerate(stale))
         except Exception as error: failure.append(error)
     count = lambda: sum(1 for _ in Path(parameters["runs"]).glob("*/record.json"))
     thread, before = Thread(target=work, daemon=True), count()
@@ -306,6 +307,11 @@ def execute_watched(
         while thread.is_alive():
             thread.join(1); bar.n = count() - before; bar.refresh()
     if failure: raise failure[0]
+
+def _execute_on(cores, *page, **options):
+    "`execute`, where a grid trains in so many processes."
+    os.environ["LOKY_MAX_CPU_COUNT"] = str(cores)
+    return execute(*page, **options)
 
 # %% ../../nbs/workbench/notebooks.ipynb #b82ca0e8
 def readme_text(
