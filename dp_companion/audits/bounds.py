@@ -187,7 +187,7 @@ def strength_at(
     if n_out != n_in: raise ValueError(f"scores_in must be as many as scores_out for method=gaussian_errors, got {n_in} and {n_out}")
     return gaussian_errors_bound(fp + fn, 2*n_in, confidence=confidence)
 
-# %% ../../nbs/audits/bounds.ipynb #cb75585e
+# %% ../../nbs/audits/bounds.ipynb #b70c2fe8
 CANDIDATES = 1000 # Thresholds that a split tries on its first half; more change the choice by less than its chance
 
 def _candidates(scores_out, scores_in):
@@ -197,6 +197,7 @@ def _candidates(scores_out, scores_in):
     values = np.unique(np.concatenate([np.quantile(scores_out, levels), np.quantile(scores_in, levels)]))
     return (values[1:] + values[:-1])/2 if len(values) > 1 else values
 
+# %% ../../nbs/audits/bounds.ipynb #964b0ab0
 def finding_from_scores(
     scores_out:np.ndarray, # (draws_out,) scores without the record, independent draws, in any order that does not depend on them
     scores_in:np.ndarray, # (draws_in,) scores with the record
@@ -215,6 +216,7 @@ def finding_from_scores(
     epsilon = found if method == "rates" else mu_to_epsilon(found, delta=delta)
     return Finding(epsilon=epsilon, delta=delta, confidence=confidence, method=method, draws=max(len(out), len(into)), seed=seed)
 
+# %% ../../nbs/audits/bounds.ipynb #79a8c9c8
 def _at_thresholds(out, into, thresholds, delta, confidence, method):
     "What the best threshold refutes: of those named, or one that the even draws choose for the odd ones."
     if thresholds is None:
@@ -224,6 +226,7 @@ def _at_thresholds(out, into, thresholds, delta, confidence, method):
     else: chosen, out_b, in_b = np.asarray(thresholds, dtype=float), out, into
     return float(strength_at(out_b, in_b, chosen, delta=delta, confidence=1 - (1 - confidence)/len(chosen), method=method).max())
 
+# %% ../../nbs/audits/bounds.ipynb #924d3b93
 def _finite(name, scores):
     "Scores as a vector of at least four; what is not finite is an error, not an answer."
     scores = np.asarray(scores, dtype=float)
@@ -231,7 +234,7 @@ def _finite(name, scores):
     if not np.isfinite(scores).all(): raise ValueError(f"{name} must be finite, got {int((~np.isfinite(scores)).sum())} that are not")
     return scores
 
-# %% ../../nbs/audits/bounds.ipynb #a1c1d7ad
+# %% ../../nbs/audits/bounds.ipynb #a76f5936
 def one_run_p_value(
     epsilon:float, # nats, the hypothesis
     canaries:int, # m
@@ -247,6 +250,7 @@ def one_run_p_value(
     alpha = np.max((right.sf(correct - i - 1) - beta)/i, initial=0.)
     return float(min(beta + 2*canaries*delta*alpha, 1.))
 
+# %% ../../nbs/audits/bounds.ipynb #f535c8f5
 def one_run_bound(
     canaries:int, # m
     guesses:int, # r, chosen before the bits are seen
@@ -268,7 +272,7 @@ def _guesses(canaries, guesses, correct, delta, confidence):
     if not 0 <= _whole("correct", correct, 0) <= _whole("guesses", guesses) <= _whole("canaries", canaries):
         raise ValueError(f"correct <= guesses <= canaries must hold, got correct={correct}, guesses={guesses}, canaries={canaries}")
 
-# %% ../../nbs/audits/bounds.ipynb #8743c258
+# %% ../../nbs/audits/bounds.ipynb #ea9752a2
 def one_run_gaussian_refutes(
     mu:float, # The hypothesis, mu-GDP; > 0
     canaries:int, # m
@@ -286,6 +290,7 @@ def one_run_gaussian_refutes(
         right, wrong = right + (c - 1)/(r - c + 1)*(demanded - wrong), demanded
     return bool(right + wrong > r/m)
 
+# %% ../../nbs/audits/bounds.ipynb #2bf9aa3f
 def one_run_gaussian_bound(
     canaries:int, # m
     guesses:int, # r, chosen before the bits are seen
