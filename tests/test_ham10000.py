@@ -13,9 +13,12 @@ from PIL import Image
 
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.workbench.datasets import data_root, load_dataset, load_ham10000, where
+from dp_companion.workbench.grid_sad import sad_profile, sad_values
 from dp_companion.workbench.ham10000 import CLASSES, COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out, nonprivate_leak, read_metadata, split_ham10000
 from dp_companion.workbench.image_folders import cache_root, decoded
 from dp_companion.workbench.imbalance import imbalance_metrics, noisy_class_counts, public_class_weights
+from dp_companion.workbench.planning import budget_report
+from dp_companion.workbench.records import RunSpec
 
 DX = list(CLASSES)
 
@@ -199,6 +202,25 @@ def test_dataset_carries_the_lesions(tmp_path):
     assert all(len(labels) == 1 for labels in of.values()) and len(of) == 12
     with pytest.raises(ValueError, match="train_units must be one per training image, got"): replace(data, train_labels=data.train_labels[:-1])
     assert load_dataset("digits").train_units is None
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_few_images_of_a_lesion(tmp_path, most):
+    write(tmp_path/"HAM10000", lesions=5, classes=["akiec", "nv", "mel"])
+    every, few = load_ham10000(tmp_path, side=8), load_ham10000(tmp_path, side=8, most=most)
+    times = Counter(every.train_units.tolist())
+    assert max(times.values()) > 1 and Counter(few.train_units.tolist()) == {unit: min(n, most) for unit, n in times.items()}
+    assert torch.equal(few.test_labels, every.test_labels) and "at most" in few.source and "at most" not in every.source
+    first = {unit: every.train_images[every.train_units == unit][:most] for unit in times}
+    assert all(torch.equal(few.train_images[few.train_units == unit], images) for unit, images in first.items()) # the lesion alone decides which
+
+
+def test_unit_of_a_run(tmp_path):
+    sizes = [sad_profile("laptop", name) for name in ("HAM10000", "HAM10000, lesions")]
+    for size, unit in zip(sizes, ("image", "lesion")):
+        spec = RunSpec(**sad_values(size, "DP-SGD"), accounting="certified", target_epsilon=3., noise_multiplier=1., seed=0)
+        report = budget_report(spec, size.plan_of(size.run_values), 7, certify=lambda *_, **__: {})
+        assert report.privacy_unit == unit and report.events[0].sample_rate == pytest.approx(256/size.dataset_size)
 
 
 # ---- the numbers of the imbalance

@@ -199,18 +199,19 @@ def load_cifar(
     return Dataset(name=name, train_images=_colour(torch.from_numpy(train.data)), train_labels=torch.tensor(train.targets), test_images=_colour(torch.from_numpy(test.data)),
                    test_labels=torch.tensor(test.targets), classes=classes, source=f"{title}, the original batches", class_names=tuple(train.classes))
 
-# %% ../../nbs/workbench/datasets.ipynb #5ce84fe1
+# %% ../../nbs/workbench/datasets.ipynb #e8b8bd60
 def load_ham10000(
     root:Path|None=None, # Folder that holds `HAM10000`; `data_root()` where None
     *,
     name:str="ham10000", # Of the data set
     side:int=64, # Side of the images in pixels
     by:str="lesion", # lesion: no lesion on both sides; image: as published
-)->Dataset: # 8,008 training and 2,007 test images of 3×side×side where all 10,015 are there; 8,012 and 2,003 by image
+    most:int|None=None, # Images of a lesion to train on; all where None
+)->Dataset: # 8,008 training and 2,007 test images of 3×side×side where all 10,015 are there; 8,012 and 2,003 by image; 5,976 training images where most = 1
     "The dermatoscopic images of HAM10000, the middle square of each, a fifth held out."
     folder = Path(root or data_root())/"HAM10000"
     if not folder.is_dir(): raise FileNotFoundError(f"HAM10000 must be at {folder}, got no such folder; it cannot be downloaded here: put its images and HAM10000_metadata.csv there (Harvard Dataverse, doi 10.7910/DVN/DBW86T)")
-    parts = split_ham10000(decoded(folder, ham10000_reader(side)), by=by)
+    parts = split_ham10000(decoded(folder, ham10000_reader(side)), by=by, most=most)
     return Dataset(**parts | {f"{part}_images": _colour(parts[f"{part}_images"]) for part in ("train", "test")}, name=name)
 
 # %% ../../nbs/workbench/datasets.ipynb #99d0327f
@@ -250,10 +251,11 @@ def load_synthetic_melt_pool(
     frames = synthetic_frames(side)
     return split(**frames, name=name, source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, {frames['labels'].sum()} of them porous")
 
-# %% ../../nbs/workbench/datasets.ipynb #6f31273a
+# %% ../../nbs/workbench/datasets.ipynb #bb4962e4
 DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "minority_digits": load_minority_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
             "cifar10": partial(load_cifar, classes=10), "cifar100": partial(load_cifar, classes=100), "thinwall": load_thinwall,
             "ham10000": load_ham10000, "ham10000_by_image": partial(load_ham10000, name="ham10000_by_image", by="image"), "ham10000_small": partial(load_ham10000, name="ham10000_small", side=32), "ham10000_224": partial(load_ham10000, name="ham10000_224", side=224),
+            "ham10000_lesions": partial(load_ham10000, name="ham10000_lesions", side=32, most=1),
             "synthetic_melt_pool": load_synthetic_melt_pool, "synthetic_melt_pool_small": partial(load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small")} # Name in a run's description to its loader
 
 # %% ../../nbs/workbench/datasets.ipynb #acd8c7eb
@@ -265,15 +267,15 @@ def load_dataset(
     if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
     return DATASETS[name](root)
 
-# %% ../../nbs/workbench/datasets.ipynb #01ac14cd
+# %% ../../nbs/workbench/datasets.ipynb #59700c42
 PLACES = {"mnist": ("MNIST/raw/train-images-idx3-ubyte",), "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
           "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"), "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"), "thinwall": ("Thinwall",),
-          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_224"), ("HAM10000",))} # what a loader looks for, in this order
+          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224"), ("HAM10000",))} # what a loader looks for, in this order
 TO_GET = {"mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw", "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw",
           "cifar10": "downloaded on first use, or put cifar-10-python.tar.gz or cifar10/{{train,test}}/<class>/*.jpg into {root}",
           "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or cifar100/{{train,test}}/<class>/*.jpg into {root}",
           "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not downloadable here",
-          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_224"), "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")}
+          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224"), "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")}
 
 # %% ../../nbs/workbench/datasets.ipynb #56715df4
 def where(

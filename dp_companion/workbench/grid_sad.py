@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SAD_PROFILES', 'FINAL_BOUND', 'BOUND_RATIO', 'PAPER_EPOCHS', 'STAGED', 'SAD_METHODS', 'TABLE_II', 'SAD_SWEEPS',
-           'LESION_IMAGES', 'sad_profile', 'mean_bound', 'sad_values', 'by_unit', 'spread_says']
+           'LESION_IMAGES', 'sad_profile', 'mean_bound', 'sad_values', 'runs_of', 'same_seeds', 'not_run', 'by_unit',
+           'spread_says']
 
 # %% ../../nbs/workbench/grid_sad.ipynb #a1cb9562
 import math
@@ -15,21 +16,23 @@ from ..budgets.stages import exact_stage_lengths
 from ..budgets.units import certify_group, clipped_per_unit
 from .grid import Profile, profile_named
 
-# %% ../../nbs/workbench/grid_sad.ipynb #5ebb1709
+# %% ../../nbs/workbench/grid_sad.ipynb #32683dcb
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)
 
 SAD_PROFILES = {
     "digits": {"HAM10000": _sad(dataset="minority_digits", model="unbalanced_mnist_cnn", dataset_size=939, epochs=5, drop_every=1, expected_batch_size=64, learning_rate=1., seeds=3)},
-    "laptop": {"HAM10000": _sad(dataset="ham10000_small", model="unbalanced_mnist_cnn", dataset_size=8008, epochs=5, drop_every=1, expected_batch_size=256, learning_rate=.5, seeds=3, loss="sad_weighted")},
+    "laptop": {"HAM10000": _sad(dataset="ham10000_small", model="unbalanced_mnist_cnn", dataset_size=8008, epochs=5, drop_every=1, expected_batch_size=256, learning_rate=.5, seeds=3, loss="sad_weighted"),
+               "HAM10000, lesions": _sad(dataset="ham10000_lesions", model="unbalanced_mnist_cnn", dataset_size=5976, epochs=5, drop_every=1, expected_batch_size=256, learning_rate=.5, seeds=3, loss="sad_weighted")},
     "paper": {"HAM10000": _sad(dataset="ham10000_224", model="resnet50", dataset_size=8008, epochs=50, drop_every=10, expected_batch_size=128, learning_rate=1e-3, seeds=5, loss="sad_weighted")},
 } # minutes; an hour or two on one core; days on a GPU
 
 
 def sad_profile(
     name:str, # A key of `SAD_PROFILES`
+    stands_for:str="HAM10000", # Or "HAM10000, lesions"
 )->Profile: # The sizes
     "The named profile of paper sad."
-    return profile_named(name, "HAM10000", SAD_PROFILES)
+    return profile_named(name, stands_for, SAD_PROFILES)
 
 # %% ../../nbs/workbench/grid_sad.ipynb #309a5183
 FINAL_BOUND, BOUND_RATIO, PAPER_EPOCHS = 1., 5/3, 50 # C_n = the bound of the other methods; a, from 20/12 = 12/7.2 in the published code; T
@@ -73,6 +76,36 @@ SAD_SWEEPS = {
     "Figure 6": [dict(decay_rate=b, stage_ratio=1.) for b in (.6, .7, .8, .9)],
     "Figure 7": [dict(stage_ratio=g) for g in (.3, .6, .9, 1.)],
 } # what each row changes of SAD-DPSGD
+
+# %% ../../nbs/workbench/grid_sad.ipynb #19972e30
+def runs_of(
+    records:list, # RunRecords of paper sad
+    profile:Profile, # Sizes
+    method:str, # A key of `SAD_METHODS`
+    target_epsilon:float, # epsilon (nats)
+    **changes, # What a sweep changes of the method
+)->list: # Those of one cell
+    "The runs of a method at a target and a size."
+    asked = sad_values(profile, method, **changes)
+    return [r for r in records if r.spec.target_epsilon == target_epsilon and all(getattr(r.spec, k) == v for k, v in asked.items())]
+
+def same_seeds(
+    ours:list, # RunRecords of one cell
+    theirs:list, # RunRecords of another
+)->tuple[list,list]: # Those of both whose seed the other has too, in the order of seeds
+    "Runs that share their first weights and their batches."
+    by_seed = [{r.spec.seed: r for r in rows} for rows in (ours, theirs)]
+    common = sorted(by_seed[0].keys() & by_seed[1].keys())
+    return tuple([rows[seed] for seed in common] for rows in by_seed)
+
+def not_run(
+    records:list, # RunRecords of paper sad
+    profile:Profile, # Sizes
+    cells:list, # (method, target epsilon, what a sweep changes) each
+)->list: # A text for each cell that lacks a seed
+    "What is not there yet."
+    found = [(m, t, changes, len(runs_of(records, profile, m, t, **changes))) for m, t, changes in cells]
+    return [f"{m} at ε = {t:g}" + "".join(f", {k} = {v:g}" for k, v in changes.items()) + (f" ({n} of {profile.seeds} seeds)" if n else "") for m, t, changes, n in found if n < profile.seeds]
 
 # %% ../../nbs/workbench/grid_sad.ipynb #269b5e07
 LESION_IMAGES = 6 # The most images of one lesion in the published table of HAM10000, a public number

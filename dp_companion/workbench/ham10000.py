@@ -6,12 +6,13 @@
 __all__ = ['FOLDERS', 'TABLES', 'COLUMNS', 'CLASSES', 'PUBLISHED_COUNTS', 'MAJORITY', 'SEED', 'SHARE', 'read_metadata',
            'middle_square', 'ham10000_reader', 'held_out', 'nonprivate_leak', 'split_ham10000']
 
-# %% ../../nbs/workbench/ham10000.ipynb #429e8c6e
+# %% ../../nbs/workbench/ham10000.ipynb #2ae3f6cc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
 import torch
+from ..budgets.units import keep_at_most
 
 # %% ../../nbs/workbench/ham10000.ipynb #7b719c65
 FOLDERS = ("HAM10000_images", "HAM10000_images_part_1", "HAM10000_images_part_2") # of <image_id>.jpg
@@ -126,17 +127,19 @@ def nonprivate_leak(
     "Test images whose lesion is also trained on."
     return test & np.isin(units, units[~test])
 
-# %% ../../nbs/workbench/ham10000.ipynb #d7d145cf
+# %% ../../nbs/workbench/ham10000.ipynb #798d09fc
 def split_ham10000(
     content:dict, # What the reader gave
     *,
     by:str="lesion", # lesion: no lesion on both sides; image: as published
+    most:int|None=None, # Images of a lesion to train on, its first ones in the table; all where None
 )->dict: # Images as bytes and labels of both parts, train_units, class_names, classes and source: what a data set is made of
     "HAM10000 in two parts, with a sentence that says what was done."
     labels, units, side = content["labels"], content["units"], content["images"].shape[1]
     test = torch.from_numpy(held_out(labels.numpy(), units.numpy(), by=by))
+    train = ~test if most is None else ~test & torch.from_numpy(keep_at_most(units.numpy(), images=most))
     sizes = " and ".join(f"{width}×{height}" for width, height in content["sizes"][:3])
     source = (f"HAM10000: {len(labels):,} dermatoscopic images of {len(units.unique()):,} lesions (Tschandl, Rosendahl, Kittler 2018), the middle square of {sizes} pixels scaled to {side}×{side}; "
-              f"a fifth held out by {by}, stratified by class (seed {SEED})")
-    return {"train_images": content["images"][~test], "train_labels": labels[~test], "train_units": units[~test], "test_images": content["images"][test], "test_labels": labels[test],
+              f"a fifth held out by {by}, stratified by class (seed {SEED})" + (f"; at most {most} image(s) of a lesion trained on" if most else ""))
+    return {"train_images": content["images"][train], "train_labels": labels[train], "train_units": units[train], "test_images": content["images"][test], "test_labels": labels[test],
             "classes": len(CLASSES), "class_names": tuple(CLASSES.values()), "source": source}

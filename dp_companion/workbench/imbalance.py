@@ -48,8 +48,8 @@ def public_class_weights(
     mean = sum(counts[name]*raw[name] for name in counts)/sum(counts.values())
     return tuple(weight/mean for weight in raw.values())
 
-# %% ../../nbs/workbench/imbalance.ipynb #9909a064
-MINORITY = {**dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_224"), tuple(k for k in range(len(CLASSES)) if k != MAJORITY)),
+# %% ../../nbs/workbench/imbalance.ipynb #82dff3b8
+MINORITY = {**dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224"), tuple(k for k in range(len(CLASSES)) if k != MAJORITY)),
             **dict.fromkeys(("unbalanced_digits", "unbalanced_mnist"), (8,)), "minority_digits": (5, 6, 7, 8, 9)} # Data set to its minority group, by class number
 
 def group_metrics(

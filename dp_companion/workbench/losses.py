@@ -58,7 +58,7 @@ def sad_weighted(
 
 LOSSES = {"cross_entropy": cross_entropy, "focal": focal_loss, "sad_weighted": sad_weighted} # Name in a run's description to (logits, targets, ..., reduction) -> loss
 
-# %% ../../nbs/workbench/losses.ipynb #8c0ee572
+# %% ../../nbs/workbench/losses.ipynb #2410e5fd
 def build_loss(
     name:str, # A key of `LOSSES`
     **constants, # Of that loss: alpha and gamma for "focal"
@@ -67,5 +67,5 @@ def build_loss(
     if name not in LOSSES: raise ValueError(f"loss must be one of {', '.join(sorted(LOSSES))}, got loss={name!r}")
     known = set(inspect.signature(LOSSES[name]).parameters) & {"alpha", "gamma"}
     for constant in constants:
-        if constant not in known: raise ValueError(f"constants of loss={name!r} must be among {', '.join(sorted(known)) or 'none'}, got {constant}={constants[constant]!r}")
+        if constant not in known: raise ValueError(f"constants of loss={name!r} must be {'among ' + ', '.join(sorted(known)) if known else 'none'}, got {constant}={constants[constant]!r}")
     return partial(LOSSES[name], **constants) if constants else LOSSES[name]

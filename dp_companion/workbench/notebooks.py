@@ -6,7 +6,8 @@
 __all__ = ['SAW', 'KEPT', 'declared_parameters', 'check_parameters', 'saw', 'check_saw', 'package_folder', 'imported_files',
            'reached_files', 'is_experiment', 'is_kept', 'page_parameters', 'reference_folder', 'execution_key',
            'execute', 'listed_records', 'record_sums', 'write_page', 'is_current', 'source_notebooks', 'execute_all',
-           'reading_order', 'committed_keys', 'refresh_pages', 'with_outputs', 'execute_watched', 'readme_text']
+           'reading_order', 'committed_keys', 'refresh_pages', 'smaller_picture', 'steady_table', 'kept_output',
+           'with_outputs', 'execute_watched', 'readme_text']
 
 # %% ../../nbs/workbench/notebooks.ipynb #97b86387
 import ast
@@ -268,7 +269,38 @@ def refresh_pages(
     for p in pages: p.write_text(with_outputs(p, scratch/p.relative_to(source)), encoding="utf-8")
     write_json(source.parent/"results"/"pages.json", {str(p.relative_to(source)): execution_key(p, page_parameters(p)) for p in pages})
 
-# %% ../../nbs/workbench/notebooks.ipynb #3e3c8228
+# %% ../../nbs/workbench/notebooks.ipynb #d86d79bf
+def smaller_picture(
+    png:str, # Base64 of a PNG
+    colours:int=128, # In its palette, at most; with fewer, lines of one picture lose their colours to each other
+)->str: # Base64 of a PNG of as many pixels; one that has a palette stays as it is
+    "A drawing in few colours, about a third of the bytes."
+    import base64
+    import io
+    from PIL import Image
+    image, out = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
+    if image.mode == "P": return png
+    image.convert("RGB").quantize(colours, kmeans=3, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    return base64.b64encode(out.getvalue()).decode()
+
+def steady_table(
+    html:str, # Of a styled table, or any other
+)->str: # The same with another id
+    "A styled table whose name depends on nothing but its content."
+    found = re.search(r'id="T_([0-9a-f]{5})"', html)
+    if not found: return html
+    return html.replace(f"T_{found[1]}", "T_" + hashlib.sha256(html.replace(found[1], "").encode()).hexdigest()[:5])
+
+def kept_output(
+    output:dict, # Of a cell that has run
+)->dict: # The same as it is committed
+    "An output without what changes from run to run."
+    if "metadata" not in output: return output
+    change = {"image/png": smaller_picture, "text/html": lambda lines: steady_table("".join(lines)).splitlines(keepends=True)}
+    data = {kind: change[kind](value) if kind in change else value for kind, value in output.get("data", {}).items()}
+    return {**output, "metadata": {}, **({"data": data} if data else {}), **({"execution_count": None} if "execution_count" in output else {})}
+
+# %% ../../nbs/workbench/notebooks.ipynb #f3cdca01
 def with_outputs(
     notebook:Path, # The source
     executed:Path, # The same notebook, executed
@@ -277,9 +309,7 @@ def with_outputs(
     content, done = (json.loads(p.read_text(encoding="utf-8")) for p in (notebook, executed))
     own = [cell for cell in done["cells"] if "injected-parameters" not in cell["metadata"].get("tags", [])] # papermill adds a cell
     for cell, ran in zip(content["cells"], own, strict=True):
-        if cell["cell_type"] == "code":
-            kept = [o for o in ran["outputs"] if o.get("name") != "stderr"]
-            cell["outputs"] = [{**o, "metadata": {}, **({"execution_count": None} if "execution_count" in o else {})} if "metadata" in o else o for o in kept]
+        if cell["cell_type"] == "code": cell["outputs"] = [kept_output(o) for o in ran["outputs"] if o.get("name") != "stderr"]
     return json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 # %% ../../nbs/workbench/notebooks.ipynb #3af672c8

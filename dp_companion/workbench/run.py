@@ -6,7 +6,7 @@
 __all__ = ['KERNELS', 'pinned_kernels', 'OrdinaryStep', 'stream_seed', 'Run', 'build_step', 'step', 'multipliers_ahead',
            'signal_of', 'followed', 'epoch', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
-# %% ../../nbs/workbench/run.ipynb #1f026edc
+# %% ../../nbs/workbench/run.ipynb #55533973
 import io
 import math
 import time
@@ -21,7 +21,7 @@ from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport
 from ..files import write_whole
 from .datasets import Dataset
-from .evaluation import bounds, evaluate, further_metrics, macro_auc, nonprivate_means
+from .evaluation import bounds, evaluate, evaluate_auc, further_metrics, nonprivate_means
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
@@ -182,7 +182,7 @@ def check_ledger(
     if run.ledger != run.multipliers.tolist():
         raise RuntimeError(f"applied noise multipliers must equal the {run.plan.steps} accounted ones, got {len(run.ledger)} that differ; this run certifies nothing")
 
-# %% ../../nbs/workbench/run.ipynb #7f6b6d6f
+# %% ../../nbs/workbench/run.ipynb #c50273d2
 def finish(
     run:Run, # A run whose last epoch is done
     report:BudgetReport, # Its budget
@@ -191,7 +191,7 @@ def finish(
 )->RunRecord: # As written
     "Write the record, then what may differ between executions beside it, then drop the checkpoint."
     path = record_path(run.spec, runs)
-    record = RunRecord(spec=run.spec, epochs=run.epochs, final={**run.epochs[-1], "test_auc": macro_auc(run.model, run.data), "nonprivate_nonfinite_samples": run.nonprivate_nonfinite_samples},
+    record = RunRecord(spec=run.spec, epochs=run.epochs, final={**run.epochs[-1], "test_auc": evaluate_auc(run.model, run.data), "nonprivate_nonfinite_samples": run.nonprivate_nonfinite_samples},
                        budget=report.to_dict(), provenance=provenance())
     write_json(path, record.to_dict())
     write_json(path.with_name("timing.json"), {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "wall_seconds": round(time.time() - started, 3)})

@@ -34,11 +34,13 @@ from .evaluation import evaluate, finite
 from .planning import cached, check_target, poisson_plan, rule_at
 from .run import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
-# %% ../../nbs/workbench/sanitized.ipynb #6f2b2322
+# %% ../../nbs/workbench/sanitized.ipynb #e18c2c9a
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
 
+def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(memory_format=torch.channels_last) # a third less time a step
+
 BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
-LAYERED = {"sanitization_cnn": sanitization_cnn, "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
+LAYERED = {"sanitization_cnn": _cnn, "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
            "sanitization_resnet18": _resnet18, "pooled_rows": pooled_rows} # name in a run's description to the function that builds it around a layer
 
 # %% ../../nbs/workbench/sanitized.ipynb #14a02cbc

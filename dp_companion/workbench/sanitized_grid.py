@@ -40,14 +40,14 @@ class LayerProfile(Profile):
     @property
     def private_plan(self)->PoissonPlan: return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #f0b7a52f
+# %% ../../nbs/workbench/sanitized_grid.ipynb #fc92d4c1
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
 LAYER_PROFILES = {
     "digits": {"MNIST": LayerProfile(dataset="digits", dataset_size=1437, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", epochs=10, expected_batch_size=32, width=40, windows=(4, 3), private_batch_size=128, seeds=2)},
     "laptop": {"MNIST": LayerProfile(**_mnist, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
-               "CIFAR-10": LayerProfile(**_cifar, epochs=10, expected_batch_size=64, windows=(4, 3), seeds=3)},
+               "CIFAR-10": LayerProfile(**_cifar, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3)},
     "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5), "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
               "CIFAR-10, ResNet-18": LayerProfile(**_resnet, epochs=100, seeds=5)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
