@@ -23,7 +23,7 @@ def series(
     k = index % len(PALETTE)
     return dict(color=PALETTE[k], linestyle=LINES[k], marker=MARKERS[k], markersize=4)
 
-# %% ../nbs/figures.ipynb #63724d82
+# %% ../nbs/figures.ipynb #ef98f6ca
 @contextmanager
 def figure(
     xlabel:str, # Label of the x axis, with its unit
@@ -34,10 +34,11 @@ def figure(
     height:float=4., # Inches
     **kwargs, # To `plt.subplots`
 ):
-    "A labelled frame: yields the axes (an array for more than one panel), tidies and shows it on leaving."
+    "A labelled frame: yields the axes (an array for more than one panel), tidies and shows it on leaving; epochs have whole ticks."
     fig, axes = plt.subplots(1, panels, figsize=(width, height), dpi=110, layout="constrained", **kwargs)
     for ax in ([axes] if panels == 1 else axes):
         ax.set(xlabel=xlabel, ylabel=ylabel)
+        if xlabel.startswith("epoch"): ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(alpha=.3)
         ax.spines[["top", "right"]].set_visible(False)
     yield axes

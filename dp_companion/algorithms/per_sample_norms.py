@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'zero_rows', 'squares', 'add_rows', 'row_part', 'add_product',
            'gram_squares', 'positions', 'linear_rank_one', 'linear_gram', 'linear_matrices', 'padded', 'windows',
-           'patch_rows', 'patch_columns', 'outputs', 'conv_patches', 'conv_bias', 'weight_gradient', 'add_convolution',
-           'conv_matrices', 'conv_grouped', 'conv_gram', 'conv_gram_product', 'conv_chunked', 'grouped_norm',
-           'group_norm', 'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows',
-           'kernels_of', 'candidates']
+           'patch_rows', 'patch_columns', 'outputs', 'conv_patches', 'patch_elements', 'conv_bias', 'weight_gradient',
+           'add_convolution', 'conv_matrices', 'conv_grouped', 'conv_gram_squares', 'conv_gram', 'conv_gram_product',
+           'conv_chunked', 'grouped_norm', 'group_norm', 'instance_norm', 'layer_norm', 'add_tokens', 'embedding',
+           'in_memory_order', 'opacus_rows', 'kernels_of', 'candidates']
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 from functools import partial
@@ -123,7 +123,7 @@ def patch_columns(layer, a, b)->Tensor: # (batch*groups, T, D), in memory (batch
     x = windows(layer, a, *b.shape[2:]).unflatten(1, (layer.groups, -1))
     return x.reshape(len(a)*layer.groups, -1, b[0, 0].numel()).transpose(1, 2)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #d0232176
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #88361ea0
 def outputs(layer, b)->Tensor: # (batch*groups, T, out/groups)
     "Output gradients with the positions first, one block for each group; a view where it can be."
     return b.flatten(2).unflatten(1, (layer.groups, -1)).flatten(0, 1).transpose(1, 2)
@@ -131,6 +131,10 @@ def outputs(layer, b)->Tensor: # (batch*groups, T, out/groups)
 def conv_patches(layer, slots, a, b)->Tensor: # (batch*groups, T, D)
     "Patches with the features in the order of the weight's memory, in the layout that is cheaper to copy."
     return patch_rows(layer, a, b, True) if slots["weight"].channels_last else patch_columns(layer, a, b)
+
+def patch_elements(layer, slots, b)->int:
+    "How many numbers one sample's patches hold."
+    return b[0, 0].numel()*layer.groups*(slots["weight"].flat.numel()//b.shape[1])
 
 def conv_bias(b)->Part: return row_part("bias", b.sum((2, 3)))
 
@@ -150,12 +154,12 @@ def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     x, padding = (a, layer.padding) if plain else (padded(layer, a), (0, 0))
     slot.shaped.add_(weight_gradient(layer, x, weighted, slot.shaped, layer.groups, padding))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #b3c783be
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #b5718be3
 def conv_matrices(layer, slots, a, b):
     "Hold the per-sample matrices, formed a few samples at a time."
     n, g, channels = len(b), layer.groups, b.shape[1]//layer.groups
     matrices = b.new_empty(n*g, channels, slots["weight"].flat.numel()//b.shape[1])
-    chunk = max(1, CACHE_BYTES//(b.element_size()*b[0, 0].numel()*g*matrices.shape[2]))
+    chunk = max(1, CACHE_BYTES//(b.element_size()*patch_elements(layer, slots, b)))
     for x, y, out in zip(a.split(chunk), b.split(chunk), matrices.split(chunk*g)):
         torch.bmm(outputs(layer, y).transpose(1, 2), conv_patches(layer, slots, x, y), out=out)
     return row_part("weight", matrices.view(n, -1)), conv_bias(b)
@@ -168,11 +172,16 @@ def conv_grouped(layer, slots, a, b):
     found = weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]), like, len(b)*layer.groups)
     return row_part("weight", in_memory_order(slots["weight"], found.view(len(b), *shape))), conv_bias(b)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #44bab6c0
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #e55423dd
+def conv_gram_squares(layer, a, b)->Tensor: # (batch,)
+    "Squared norms by Gram matrices; they do not see the order of the features."
+    x = patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True)
+    return gram_squares(x, outputs(layer, b)).view(len(b), -1).sum(1)
+
 def conv_gram(layer, slots, a, b):
-    "Gram matrices, then one ordinary weight gradient."
-    x = patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True) # Norms do not see the order of the features
-    norms = gram_squares(x, outputs(layer, b)).view(len(b), -1).sum(1)
+    "Gram matrices of a few samples at a time, then one ordinary weight gradient."
+    chunk = max(1, CACHE_BYTES//(b.element_size()*patch_elements(layer, slots, b)))
+    norms = torch.cat([conv_gram_squares(layer, x, y) for x, y in zip(a.split(chunk), b.split(chunk))])
     return Part("weight", norms, (a, b), partial(add_convolution, layer)), conv_bias(b)
 
 def conv_gram_product(layer, slots, a, b):
@@ -241,7 +250,7 @@ KERNELS = {
     nn.Embedding: dict(tokens=embedding),
 }
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #504a670b
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #a24bec42
 def kernels_of(layer:nn.Module)->dict: # Name -> kernel
     "Every way for this kind of layer, Opacus's sampler the last."
     return {**KERNELS.get(type(layer), {}), "opacus": opacus_rows}
@@ -254,5 +263,7 @@ def candidates(layer, slots, a, b, held_bytes:int=HELD_BYTES)->list: # Names in 
     n, channels = slots["weight"].flat.numel(), slots["weight"].shaped.shape[0]
     T = b[0].numel()//channels
     held, gram = len(b)*n*b.element_size()<=held_bytes, T*(n//channels+channels)<=4*n
-    if type(layer) is nn.Linear: return (["matrices"] if held else [])+(["gram"] if gram or not held else [])
-    return (["matrices", "grouped"] if held else ["chunked"])+(["gram"]+["gram_product"]*(layer.groups==1) if gram else [])
+    if type(layer) is nn.Linear: return (["gram"] if gram or not held else [])+(["matrices"] if held else [])
+    product = layer.groups==1 and len(b)*patch_elements(layer, slots, b)*b.element_size()<=held_bytes
+    kept = held or n<=a[0].numel()+b[0].numel() # Not larger than what it replaces
+    return (["gram"]+["gram_product"]*product if gram else [])+(["matrices"]+["grouped"]*held if kept else ["chunked"])

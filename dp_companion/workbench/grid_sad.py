@@ -4,11 +4,9 @@
 
 # %% auto #0
 __all__ = ['SAD_PROFILES', 'FINAL_BOUND', 'BOUND_RATIO', 'PAPER_EPOCHS', 'STAGED', 'SAD_METHODS', 'TABLE_II', 'SAD_SWEEPS',
-           'LESION_IMAGES', 'sad_profile', 'mean_bound', 'sad_values', 'runs_of', 'same_seeds', 'not_run', 'by_unit',
-           'spread_says']
+           'LESION_IMAGES', 'sad_profile', 'mean_bound', 'sad_values', 'runs_of', 'not_run', 'by_unit']
 
-# %% ../../nbs/workbench/grid_sad.ipynb #a1cb9562
-import math
+# %% ../../nbs/workbench/grid_sad.ipynb #0b42c425
 import numpy as np
 from ..budgets.certified import certify
 from ..budgets.events import MechanismEvent
@@ -77,7 +75,7 @@ SAD_SWEEPS = {
     "Figure 7": [dict(stage_ratio=g) for g in (.3, .6, .9, 1.)],
 } # what each row changes of SAD-DPSGD
 
-# %% ../../nbs/workbench/grid_sad.ipynb #19972e30
+# %% ../../nbs/workbench/grid_sad.ipynb #8647119d
 def runs_of(
     records:list, # RunRecords of paper sad
     profile:Profile, # Sizes
@@ -88,15 +86,6 @@ def runs_of(
     "The runs of a method at a target and a size."
     asked = sad_values(profile, method, **changes)
     return [r for r in records if r.spec.target_epsilon == target_epsilon and all(getattr(r.spec, k) == v for k, v in asked.items())]
-
-def same_seeds(
-    ours:list, # RunRecords of one cell
-    theirs:list, # RunRecords of another
-)->tuple[list,list]: # Those of both whose seed the other has too, in the order of seeds
-    "Runs that share their first weights and their batches."
-    by_seed = [{r.spec.seed: r for r in rows} for rows in (ours, theirs)]
-    common = sorted(by_seed[0].keys() & by_seed[1].keys())
-    return tuple([rows[seed] for seed in common] for rows in by_seed)
 
 def not_run(
     records:list, # RunRecords of paper sad
@@ -121,15 +110,3 @@ def by_unit(
     least = lambda found: min(c.epsilon for c in found.values())
     return {"image": least(certify(events, delta=delta, accountants=accountants)), "lesion, images clipped one by one": least(certify_group(events, images=images, delta=delta, accountants=accountants)),
             "lesion, its images clipped together": least(certify(clipped_per_unit(events, images=images), delta=delta, accountants=accountants))}
-
-# %% ../../nbs/workbench/grid_sad.ipynb #85337ec4
-def spread_says(
-    ours:list, # One value a seed
-    theirs:list, # One value a seed, of the same seeds
-)->tuple[str,float,float]: # In words that a name can follow, the mean difference, and half of its 95 % interval
-    "Whether a difference is beyond the spread of seeds, seed by seed."
-    from scipy.stats import t
-    differences = np.subtract(ours, theirs)
-    if len(differences) < 2: return "of one seed, which says nothing of a spread, beside", float(differences.mean()), math.inf
-    mean, half = float(differences.mean()), float(t.ppf(.975, len(differences) - 1)*differences.std(ddof=1)/math.sqrt(len(differences)))
-    return "above" if mean > half else "below" if mean < -half else "within the spread of seeds of", mean, half

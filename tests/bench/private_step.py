@@ -57,6 +57,11 @@ def book(model, x, y, **noise):
     return step
 
 
+def lean(model, x, y):
+    "The same with no per-sample gradient of a layer held."
+    return book(model, x, y, held_bytes=0, generator=torch.Generator().manual_seed(0))
+
+
 def hooks(model, x, y):
     "Opacus's step on per-sample gradients."
     model, loss = GradSampleModule(model), nn.CrossEntropyLoss()
@@ -91,7 +96,7 @@ def variants(build, opacus_build, size):
     new = lambda: copy.deepcopy(model)
     return {
         "ordinary": ordinary(new(), x, y), "book": book(new(), x, y, generator=torch.Generator().manual_seed(0)),
-        "book, secure": book(new(), x, y, secure_noise=True),
+        "book, secure": book(new(), x, y, secure_noise=True), "book, lean": lean(new(), x, y),
         "ordinary, channels-last": ordinary(last(new()), last(x), y), "book, channels-last": book(last(new()), last(x), y, secure_noise=True),
         "ghost": ghost(copy.deepcopy(other), x, y), "hooks": hooks(copy.deepcopy(other), x, y),
     }
@@ -122,8 +127,7 @@ def row(name, repeats, only):
 def peak_memory(variant, build, size):
     "Largest sum of live tensor bytes over a few steps, and the largest resident size, of this process."
     torch.set_num_threads(2)
-    step = {"ordinary": ordinary, "book": book}[variant]
-    step = step(build(), *batch(build, size))
+    step = {"ordinary": ordinary, "book": book, "lean": lean}[variant](build(), *batch(build, size))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(3): step()
     with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile: step()
@@ -143,10 +147,10 @@ def processor():
 
 
 def memory(name):
-    "Peak memory of the ordinary and of the private step, each in a process of its own."
+    "Peak memory of the ordinary and of the private step, usual and lean, each in a process of its own."
     command = [sys.executable, __file__, "--peak"]
     return [json.loads(subprocess.run([*command, f"{name}:{v}"], check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-            for v in ("ordinary", "book")]
+            for v in ("ordinary", "book", "lean")]
 
 
 def main():
@@ -181,7 +185,7 @@ def main():
         if args.kernels: print(found["kernels"], flush=True)
     if args.json:
         content = dict(processor=processor(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__, opacus=version("opacus"), threads=args.threads,
-                       freed_memory_kept=not args.default_memory, medians_of=args.steps, rows=rows, memory=memory("mnist-64"))
+                       freed_memory_kept=not args.default_memory, medians_of=args.steps, rows=rows, memory={name: memory(name) for name in ("mnist-64", "mnist-256")})
         write_whole(args.json, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 

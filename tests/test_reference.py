@@ -1,0 +1,52 @@
+"The committed records of real data are what today's grids and calibrations ask for."
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+
+from dp_companion.budgets.schedules import PoissonPlan
+from dp_companion.workbench.grid import PROFILES
+from dp_companion.workbench.grid_adaptive import ADAPTIVE_PROFILES
+from dp_companion.workbench.grid_sad import SAD_PROFILES
+from dp_companion.workbench.multipliers import asked_of, first_multiplier, shared_with_loss
+from dp_companion.workbench.sanitized_grid import LAYER_PROFILES, SWEEPS, layer_profile, layer_specs, sweep_specs
+from dp_companion.workbench.tables import read_records
+
+NOISE = ("noise_multiplier", "signal_noise", "layer_noise_multiplier") # what calibration gives
+GIVEN = ("accounting", "target_epsilon", "seed", *NOISE)
+
+
+@pytest.fixture(scope="module")
+def specs(root): return [r.spec for r in read_records(root/"results"/"laptop")]
+
+
+def values_of(spec): return {name: value for name, value in asdict(spec).items() if name not in GIVEN and value is not None}
+
+
+def question(spec):
+    "What the first multiplier of a run depends on."
+    sizes = {p.dataset: p.dataset_size for profiles in (PROFILES, SAD_PROFILES, ADAPTIVE_PROFILES) for p in profiles["laptop"].values()}
+    plan = PoissonPlan(dataset_size=sizes[spec.dataset], expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
+    return asked_of(values_of(spec), plan, spec.accounting, spec.target_epsilon)
+
+
+def test_no_run_stands_twice_with_different_noise(specs):
+    runs = Counter(tuple((k, v) for k, v in asdict(s).items() if k not in NOISE) for s in specs)
+    assert len(specs) > 200 and [dict(run)["method"] for run, times in runs.items() if times > 1] == []
+
+
+@pytest.mark.slow
+def test_gradients_have_the_noise_that_is_calibrated_today(specs):
+    asked = {s: question(s) for s in specs if s.paper != "sanitization" and s.accounting != "none"}
+    found = {key: first_multiplier(*key) for key in dict.fromkeys(asked.values())}
+    for spec, key in asked.items():
+        today = shared_with_loss(found[key]) if spec.adapt_to == "loss" else {"noise_multiplier": found[key]}
+        for name, value in today.items(): assert getattr(spec, name) == pytest.approx(value, rel=1e-6), (spec.paper, spec.method, spec.target_epsilon)
+
+
+@pytest.mark.slow
+def test_layers_are_those_of_the_grid(specs, tmp_path):
+    for stands_for in LAYER_PROFILES["laptop"]:
+        size = layer_profile("laptop", stands_for)
+        asked = {*layer_specs(size, runs=tmp_path), *(s for name in SWEEPS for moving in (False, True) for of in sweep_specs(size, name, moving=moving).values() for s in of)}
+        assert {s.name for s in specs if s.paper == "sanitization" and s.dataset == size.dataset} <= {s.name for s in asked}
