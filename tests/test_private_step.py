@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -347,6 +349,33 @@ def test_cuda_takes_the_step_of_the_cpu():
     here(LOSS, x, y)
     there(LOSS, x.cuda(), y.cuda())
     assert difference(gradient(there).cpu(), gradient(here)) < 1e-9
+
+
+class Pulled(nn.Module):
+    "A layer whose output gradients are `way`, one for each output."
+    def __init__(self, layer, way): super().__init__(); self.layer, self.way = layer, way
+    def forward(self, x): return (self.layer(x)*self.way).flatten(1).sum(1)
+
+
+def cancelling(kind, seed):
+    "A layer, the shape of its input, and output gradients that sum to nearly nothing over positions."
+    layer, shape, across = (nn.Linear(6, 4), (20, 6), 1) if kind == "linear" else (nn.Conv2d(2, 3, 3), (2, 7, 7), (2, 3))
+    way = torch.randn(layer(torch.zeros(1, *shape)).shape, generator=seeded(seed))
+    return layer, shape, way - way.mean(across, keepdim=True)
+
+
+CONVOLUTIONS = ("matrices", "grouped", "gram", "gram_product", "chunked")
+KINDS = [("linear", kernel) for kernel in ("matrices", "gram")] + [("convolution", kernel) for kernel in CONVOLUTIONS]
+
+
+@pytest.mark.parametrize("kind, kernel", KINDS)
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(mean=st.sampled_from([0., 1., 30., 1e3]), spread=st.floats(1e-4, 1e4), pull=st.floats(1e-22, 1e4), rule=st.sampled_from([Flat(), AutoS(stability=1e-29), AutoS()]), seed=st.integers(0, 10**6))
+def test_no_gradient_passes_its_sensitivity(kind, kernel, mean, spread, pull, rule, seed):
+    layer, shape, way = cancelling(kind, seed)
+    step = step_for(Pulled(layer, pull*way), kernels={"layer": kernel}, clip_rule=rule, expected_batch_size=1)
+    step(lambda outputs, targets: outputs, spread*(mean + torch.randn(1, *shape, generator=seeded(seed + 1))), torch.zeros(1))
+    assert gradient(step).double().norm() <= rule.sensitivity*(1 + 1e-5)
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def make_private_with_epsilon(self:PrivacyEngine, *,
     return self.prepare(module, optimizer, data_loader, max_grad_norm=max_grad_norm, epochs=epochs,
         target=dict(target_epsilon=target_epsilon, delta=target_delta), **options)
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #0df88591
+# %% ../../nbs/algorithms/privacy_engine.ipynb #bc93a901
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     "What will be run, with nothing left to choose."
@@ -173,6 +173,8 @@ def check_bound(rule:ClipRule, bound_schedule:Schedule|None):
     "Refuse a second mover of one bound."
     if bound_schedule is not None and isinstance(rule, CountingRule):
         raise ValueError(f"bound_schedule must be left out for {type(rule).__name__}, which moves its own bound, got one")
+    if getattr(bound_schedule, "decay_of", "value")=="variance":
+        raise ValueError("bound_schedule must decay the bound itself, got decay_of='variance', which moves it by the square root; use decay_of='value'")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #4897aae1
 @patch

@@ -25,7 +25,7 @@ def _drawn(like, generator, fill):
     where = like.device if generator is None else generator.device
     return fill(torch.empty(like.shape, dtype=like.dtype, device=where)).to(like.device)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #dbf2444b
+# %% ../../nbs/algorithms/sanitization.ipynb #55b08845
 class SanitizationLayer(nn.Module):
     "Clip, noise and dropout on the rows of a batch (paper sanitization, Algorithm 1)."
     def __init__(self,
@@ -35,11 +35,12 @@ class SanitizationLayer(nn.Module):
         dropout:float=0., # p, probability that an element is dropped; in [0, 1)
         dropout_position:Literal["before","after"]="after", # Of the noise: the paper says both
         generator:torch.Generator|None=None, # Of noise and dropout; torch's global one where None
+        rows:Literal["symmetric","nonnegative"]="symmetric", # Elements are clipped to [-C, C], or to [0, C]
     ):
         super().__init__()
-        RowRelease(width=width, noise_multiplier=noise_multiplier, releases=1, dropout=dropout, dropout_position=dropout_position) # checks them all
+        RowRelease(width=width, noise_multiplier=noise_multiplier, releases=1, dropout=dropout, dropout_position=dropout_position, rows=rows) # checks them all
         self.width, self.noise_multiplier, self.dropout, self.dropout_position = width, noise_multiplier, dropout, dropout_position
-        self.clip, self.generator = clip, generator
+        self.clip, self.generator, self.rows = clip, generator, rows
 
     @property
     def clip(self)->float: # C, finite, > 0
@@ -47,6 +48,7 @@ class SanitizationLayer(nn.Module):
         return self._clip
     @clip.setter
     def clip(self, value): self._clip = float(_real("clip", value))
+    def clipped(self, rows): return rows.clamp(-self.clip if self.rows == "symmetric" else 0., self.clip)
     @property
     def noise_std(self)->float: # In units of the elements
         "Standard deviation of one element's noise."
@@ -56,7 +58,7 @@ class SanitizationLayer(nn.Module):
     def set_extra_state(self, state): self.clip = state["clip"]
     def extra_repr(self): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
 
-# %% ../../nbs/algorithms/sanitization.ipynb #b931f552
+# %% ../../nbs/algorithms/sanitization.ipynb #ae544464
 @patch
 def dropped(self:SanitizationLayer, rows:Tensor)->Tensor:
     "Rows with some elements at +0, the others over 1-p."
@@ -71,26 +73,26 @@ def forward(self:SanitizationLayer,
     "One released row per record (paper sanitization, Algorithm 1)."
     if rows.dim() != 2 or rows.shape[1] != self.width: raise ValueError(f"width must be that of the rows, one row per record, got width={self.width} for an input of shape {tuple(rows.shape)}")
     rows = rows.nan_to_num(nan=0.)
-    if not self.training: return rows.clamp(-self.clip, self.clip)
+    if not self.training: return self.clipped(rows)
     if self.dropout_position == "before": rows = self.dropped(rows)
-    rows = rows.clamp(-self.clip, self.clip)
+    rows = self.clipped(rows)
     rows = rows + _drawn(rows.detach(), self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
     return self.dropped(rows) if self.dropout_position == "after" else rows
 
-# %% ../../nbs/algorithms/sanitization.ipynb #17c0867b
+# %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
 @patch
 def release(self:SanitizationLayer,
     releases:int, # Epochs, or steps for known Poisson batches
-    **rest, # rows, sample_rate: as `RowRelease` takes them
 )->RowRelease:
     "What this layer releases of one record, for the budget."
-    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, **rest)
+    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, rows=self.rows)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #69bc34c8
+# %% ../../nbs/algorithms/sanitization.ipynb #b51e8980
 def _parts(below, sanitization, width, head):
     "A network in three named parts, if the layer fits."
     fits = getattr(sanitization, "width", width)
     if fits != width: raise ValueError(f"width must be {width} for this network, got width={fits}")
+    if isinstance(sanitization, SanitizationLayer): sanitization.rows = "nonnegative" # A ReLU is last below, and the layer holds it to that
     return nn.Sequential(OrderedDict(below=below, sanitization=sanitization, head=head))
 
 # %% ../../nbs/algorithms/sanitization.ipynb #205c2729
@@ -177,7 +179,7 @@ def random_below(
             if module.bias is not None: nn.init.zeros_(module.bias)
     return freeze_below(model)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #b52fb52c
+# %% ../../nbs/algorithms/sanitization.ipynb #d756430f
 def freeze_below(
     model:nn.Sequential, # With parts below, sanitization, head
 )->nn.Sequential: # The same model
@@ -187,9 +189,9 @@ def freeze_below(
 
 def _mixes_records(module):
     "Whether a layer lets one record move another's row."
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #c759208d
+# %% ../../nbs/algorithms/sanitization.ipynb #d7d228c4
 def model_report(
     model:nn.Sequential, # With parts below, sanitization, head
     plan:PoissonPlan, # Records, batch, epochs; each record is in one batch per epoch
@@ -197,13 +199,14 @@ def model_report(
     delta:float, # Target delta, in (0, 1)
     gradient_events:tuple=(), # Of DP-SGD on the layers below, where that trains them
     releases:int|None=None, # Rows per record; one per epoch where None
-    rows:Literal["symmetric","nonnegative"]="nonnegative", # As the network makes them: nonnegative for all networks here
     **rest, # neighbouring_relation, batches, empirical: as `sanitization_report` takes them
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
     "Claimed and certified epsilon of a network with a sanitization layer."
+    lacking = [part for part in ("below", "sanitization", "head") if not hasattr(model, part)]
+    if lacking or not isinstance(model.sanitization, SanitizationLayer): raise ValueError(f"model must have parts below, sanitization and head, and a SanitizationLayer for the second, got {'none called ' + ', '.join(lacking) if lacking else type(model.sanitization).__name__}")
     mixing = [name for name, module in model.below.named_modules() if _mixes_records(module)]
-    if mixing: raise ValueError(f"model.below must not mix records, got batch normalisation in {', '.join(mixing)}; use group normalisation")
+    if mixing: raise ValueError(f"model.below must not mix records or keep their statistics, got {', '.join(f'{type(model.below.get_submodule(name)).__name__} in {name}' for name in mixing)}; use group normalisation")
     learns = any(p.requires_grad for p in model.below.parameters())
     below = "dp_sgd" if gradient_events else "trained" if learns else "frozen"
-    release = model.sanitization.release(plan.epochs if releases is None else releases, rows=rows)
+    release = model.sanitization.release(plan.epochs if releases is None else releases)
     return sanitization_report(release, plan, below=below, delta=delta, gradient_events=gradient_events, **rest)

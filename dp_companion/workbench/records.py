@@ -169,7 +169,7 @@ def _check_adaptive(spec):
     _positive(spec, ["noise_floor"]*follows + ["signal_noise"]*(spec.signal_noise is not None))
     _require(not follows or spec.noise_floor <= 1, "noise_floor", "at most 1", spec.noise_floor)
 
-# %% ../../nbs/workbench/records.ipynb #82520e1a
+# %% ../../nbs/workbench/records.ipynb #d8db38fa
 def check_layer(
     spec:RunSpec, # The spec to look at
 )->bool: # Whether it has a sanitization layer
@@ -181,7 +181,7 @@ def check_layer(
     _count(spec, ["layer_width"])
     _positive(spec, ["layer_clip", "layer_noise_multiplier"] + [name for name in ("layer_bound_ratio", "stop_limit") if getattr(spec, name) is not None])
     p, released = spec.layer_dropout, spec.layer_releases
-    _require(p is None or (isinstance(p, float) and 0 <= p < 1), "layer_dropout", "in [0, 1)", p)
+    _require(p is None or (isinstance(p, int|float) and not isinstance(p, bool) and 0 <= p < 1), "layer_dropout", "in [0, 1)", p)
     _require(released is None or (released == 1 and spec.layer_below == "frozen"), "layer_releases", "None, or 1 with layer_below=frozen", released)
     _require((spec.layer_below == "dp_sgd") == (spec.clip_rule != "none"), "clip_rule", "given with layer_below=dp_sgd and with no other, and none elsewhere", spec.clip_rule)
     _require((spec.stop_window is None) == (spec.stop_limit is None), "stop_limit", "given exactly when there is a stop_window", spec.stop_limit)

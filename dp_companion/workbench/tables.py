@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METRICS', 'CELL', 'STANDS_FOR', 'STANDS_FOR_OF', 'HEADINGS', 'read_records', 'reference_of', 'metric_of', 'row_of',
            'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'for_print', 'by_target', 'headline',
-           'provenance_line', 'made_with']
+           'refuted', 'provenance_line', 'made_with']
 
 # %% ../../nbs/workbench/tables.ipynb #5d2a3c60
 import json
@@ -155,6 +155,19 @@ def headline(
 )->pd.DataFrame: # Text
     "The first paper's story in one small table: Table 13 at one target, in both accountings."
     return for_print(beside_published(summarise([r for r in records if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?", r.spec.method)]), item="Table 13"))
+
+# %% ../../nbs/workbench/tables.ipynb #89ce3c7b
+def refuted(
+    records:list, # RunRecords, attacked or not
+)->str: # A sentence
+    "How many claims an attack refutes, and the furthest of them."
+    attacked = [(r.budget["empirical"]["epsilon"]/r.budget["claimed"]["epsilon"], r) for r in records if r.budget["claimed"] and r.budget["empirical"]]
+    settings = {(r.spec.method, r.spec.accounting, r.spec.target_epsilon, r.spec.noise_multiplier): (ratio, r) for ratio, r in attacked}
+    over = [found for found in settings.values() if found[0] > 1]
+    if not over: return f"Of {len(settings)} attacked settings no claim is refuted."
+    _, furthest = max(over, key=lambda found: found[0])
+    return (f"Of {len(settings)} attacked settings the claims of {len(over)} are refuted, furthest of {furthest.spec.method} at ε = {furthest.spec.target_epsilon:g}: "
+            f"claimed {epsilon_text(furthest.budget['claimed']['epsilon'])}, achieved {epsilon_text(furthest.budget['empirical']['epsilon'])}.")
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
 def provenance_line(
