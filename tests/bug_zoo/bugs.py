@@ -140,7 +140,7 @@ BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, output
 
 ZOO = [
     Bug("noise at two thirds", "Noise has 2/3 of its scale.", "step", SCALE,
-        (Patch(GaussianNoise, "fill_", "self.key(), std)", "self.key(), 2/3*std)"),)),
+        (Patch(GaussianNoise, "fill_", "self.key(), std, ", "self.key(), 2/3*std, "),)),
     Bug("noise without the bound", "Noise is not scaled by the clipping bound.", "step", SCALE,
         (Patch(STEP, "draw_noise", "self.step_multiplier*self.sensitivity/", "self.step_multiplier/"),)),
     Bug("noise reused", "Every step draws its noise from the same key.", "step", "noises are uncorrelated",
