@@ -39,7 +39,7 @@ def random_bits_(
     view[head:] = stream.update(ZEROS[head:len(view)])
     return out
 
-# %% ../../nbs/algorithms/noise.ipynb #e1b650f7
+# %% ../../nbs/algorithms/noise.ipynb #c00955db
 def box_muller_(
     out:np.ndarray, # (2, half) contiguous float32 or float64, filled with random bits; overwritten
     std:float, # Standard deviation of every entry
@@ -58,6 +58,7 @@ def box_muller_(
     np.multiply(np.sin(angle, out=out[1]), radius, out=out[1])
     return out
 
+# %% ../../nbs/algorithms/noise.ipynb #00e4dbd8
 def in_last_cell(
     bits:np.ndarray, # (half,) int32, random, as `box_muller_` will read them for the radius
 )->np.ndarray: # Positions
@@ -73,6 +74,7 @@ def lengthen_(
     fresh = (np.frombuffer(stream.update(bytes(4*len(last))), np.uint32).astype(float) + 1)/2**32
     out[:, last] *= np.sqrt(np.log(fresh/2**30)/math.log(2**-31))
 
+# %% ../../nbs/algorithms/noise.ipynb #549861bf
 def gaussian_(
     out:np.ndarray, # (n,) float32 or float64, n even; overwritten
     key:bytes, # 16 bytes

@@ -37,7 +37,7 @@ def worst_case(
     if is_bright: images[0] = 1.
     return Dataset(name=dataset, train_images=images, train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1], test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
 
-# %% ../../nbs/audits/sanitized.ipynb #325ae729
+# %% ../../nbs/audits/sanitized.ipynb #df720dfc
 def first_weight(run:SanitizedRun)->Tensor: # Of the layer that sees the image; empty where nothing below the noise has weights
     "The first matrix of a network."
     return next((p for p in run.model.below.parameters() if p.dim() > 1), torch.zeros(0))
@@ -57,6 +57,7 @@ def changed(
     for _ in range(spec.epochs): sanitized_epoch(run)
     return tuple(_flat(weights) - start for weights, start in zip(watched, starts))
 
+# %% ../../nbs/audits/sanitized.ipynb #07dd799f
 QUIET = 1e-9 # A noise multiplier that is as good as none
 
 def moved(
@@ -71,6 +72,7 @@ def moved(
     blank, bright = (changed(replace(spec, noise_multiplier=QUIET), world, seed, **sizes)[1] for world in (False, True))
     return ((everything - blank)@nn.functional.normalize(bright - blank, dim=0)).item()
 
+# %% ../../nbs/audits/sanitized.ipynb #6148b24d
 BATCH = 8 # Records in a batch of an attack
 
 def short(
