@@ -127,20 +127,24 @@ def sanitization_cnn(
     top = funnel(width, classes, in_features=sizes[-1]*(image_size//8)**2, sanitization=sanitization)
     return _parts(nn.Sequential(*convolutions, nn.Flatten(), *top.below), sanitization, width, top.head)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #624c4121
+# %% ../../nbs/algorithms/sanitization.ipynb #c6818a39
 def sanitization_resnet18(
     *,
-    sanitization:nn.Module, # A `SanitizationLayer` of width 512, or `nn.Identity()`
+    sanitization:nn.Module, # A `SanitizationLayer` of the width that `stages` gives, or `nn.Identity()`
     channels:int=3, # Channels of the image
     classes:int=10, # Number of classes
     groups:int=32, # Groups of each normalisation; divides 64
+    stages:int=4, # Of its stages, the first 1 to 4; a row has 64, 128, 256 or 512 elements
 )->nn.Sequential: # Images to logits; parts below, sanitization, head
     "ResNet-18 with group normalisation and the noise after average pooling (paper sanitization, Section 6.1)."
     from torchvision.models import resnet18
+    if stages not in (1, 2, 3, 4): raise ValueError(f"stages must be 1, 2, 3 or 4, got stages={stages}")
     below = resnet18(norm_layer=lambda features: nn.GroupNorm(groups, features))
     below.fc = nn.Identity()
+    for k in range(stages + 1, 5): setattr(below, f"layer{k}", nn.Identity())
     if channels != 3: below.conv1 = nn.Conv2d(_whole("channels", channels), 64, 7, stride=2, padding=3, bias=False)
-    return _parts(below, sanitization, 512, nn.Linear(512, _whole("classes", classes)))
+    width = 32*2**stages
+    return _parts(below, sanitization, width, nn.Linear(width, _whole("classes", classes)))
 
 # %% ../../nbs/algorithms/sanitization.ipynb #7d8818eb
 class FromBlack(nn.Module):

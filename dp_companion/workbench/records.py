@@ -51,7 +51,7 @@ class Following:
     noise_floor:float|None=None # Least multiplier of noise that follows, over the initial one
     signal_noise:float|None=None # Noise std of a released loss over its bound
 
-# %% ../../nbs/workbench/records.ipynb #cf604063
+# %% ../../nbs/workbench/records.ipynb #3a80cf51
 @dataclass(frozen=True, kw_only=True)
 class Layering:
     "The layer of paper `sanitization` and its stopping flag: values of a RunSpec."
@@ -59,7 +59,8 @@ class Layering:
     layer_width:int|None=None # n, elements of a row
     layer_clip:float|None=None # C; where it follows the weights, that of the first epoch
     layer_noise_multiplier:float|None=None # sigma of the layer
-    layer_dropout:float|None=None # p, after the noise; None for no dropout
+    layer_dropout:float|None=None # p; None for no dropout
+    layer_dropout_position:str|None=None # "before" the noise; None for after it
     layer_releases:int|None=None # Rows released of each record, once and for all: 1; None for fresh rows every epoch
     layer_bound_ratio:float|None=None # t of C = t‖W‖; None keeps C
     stop_window:int|None=None # len of a stopping flag, epochs; None for no flag
@@ -169,7 +170,7 @@ def _check_adaptive(spec):
     _positive(spec, ["noise_floor"]*follows + ["signal_noise"]*(spec.signal_noise is not None))
     _require(not follows or spec.noise_floor <= 1, "noise_floor", "at most 1", spec.noise_floor)
 
-# %% ../../nbs/workbench/records.ipynb #d8db38fa
+# %% ../../nbs/workbench/records.ipynb #3bb25448
 def check_layer(
     spec:RunSpec, # The spec to look at
 )->bool: # Whether it has a sanitization layer
@@ -182,6 +183,8 @@ def check_layer(
     _positive(spec, ["layer_clip", "layer_noise_multiplier"] + [name for name in ("layer_bound_ratio", "stop_limit") if getattr(spec, name) is not None])
     p, released = spec.layer_dropout, spec.layer_releases
     _require(p is None or (isinstance(p, int|float) and not isinstance(p, bool) and 0 <= p < 1), "layer_dropout", "in [0, 1)", p)
+    _require(spec.layer_dropout_position is None or (spec.layer_dropout_position == "before" and p), "layer_dropout_position", "None, or before with a layer_dropout > 0", spec.layer_dropout_position)
+    _require(spec.layer_bound_ratio is None or spec.model != "pooled_rows", "layer_bound_ratio", "None with model=pooled_rows, which has no weights for C to follow", spec.layer_bound_ratio)
     _require(released is None or (released == 1 and spec.layer_below == "frozen"), "layer_releases", "None, or 1 with layer_below=frozen", released)
     _require((spec.layer_below == "dp_sgd") == (spec.clip_rule != "none"), "clip_rule", "given with layer_below=dp_sgd and with no other, and none elsewhere", spec.clip_rule)
     _require((spec.stop_window is None) == (spec.stop_limit is None), "stop_limit", "given exactly when there is a stop_window", spec.stop_limit)

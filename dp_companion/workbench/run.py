@@ -29,9 +29,9 @@ from .planning import noise_schedule, poisson_plan, rule_at
 from .records import RunRecord, RunSpec, digest, provenance, record_path, write_json
 from .steering import check_followed, check_step, following_noise, rule_of_step, stage_bounds
 
-# %% ../../nbs/workbench/run.ipynb #61aaa2a8
+# %% ../../nbs/workbench/run.ipynb #be2e14e0
 KERNELS = {
-    **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
+    **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "half_sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
     ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
     ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},

@@ -40,14 +40,16 @@ class LayerProfile(Profile):
     @property
     def private_plan(self)->PoissonPlan: return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #fc92d4c1
+# %% ../../nbs/workbench/sanitized_grid.ipynb #9d335603
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
+_half = dict(model="half_sanitization_cnn", plain_model="half_sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
+_digits = dict(dataset="digits", dataset_size=1437, epochs=10, expected_batch_size=32, windows=(4, 3), private_batch_size=128, seeds=2)
 LAYER_PROFILES = {
-    "digits": {"MNIST": LayerProfile(dataset="digits", dataset_size=1437, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", epochs=10, expected_batch_size=32, width=40, windows=(4, 3), private_batch_size=128, seeds=2)},
-    "laptop": {"MNIST": LayerProfile(**_mnist, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
-               "CIFAR-10": LayerProfile(**_cifar, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3)},
+    "digits": {"MNIST": LayerProfile(**_digits, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", width=40), "CIFAR-10, ResNet-18": LayerProfile(**_digits, model="small_sanitization_resnet18", plain_model=None, width=128, bound_ratio=.02)},
+    "laptop": {"MNIST": LayerProfile(**_mnist | _half, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
+               "CIFAR-10": LayerProfile(**_cifar | _half, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3)},
     "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5), "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
               "CIFAR-10, ResNet-18": LayerProfile(**_resnet, epochs=100, seeds=5)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
@@ -212,9 +214,9 @@ def layer_specs(
         specs += [RunSpec(**values, seed=seed) for seed in range(profile.seeds)]
     return specs
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #02fe7cac
-SWEEPS = {"width": (10, 20, 40, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)} # Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
-_FIELD = {"width": "layer_width", "clip": "layer_clip", "dropout": "layer_dropout", "bound_ratio": "layer_bound_ratio"}
+# %% ../../nbs/workbench/sanitized_grid.ipynb #88b47ba0
+SWEEPS = {"width": (10, 20, 40, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5), "dropout_before": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)} # Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
+_FIELD = {"width": "layer_width", "clip": "layer_clip", "dropout": "layer_dropout", "dropout_before": "layer_dropout", "bound_ratio": "layer_bound_ratio"}
 
 def sweep_specs(
     profile:LayerProfile, # Sizes
@@ -226,4 +228,6 @@ def sweep_specs(
     "The runs of a figure: as printed, one thing varied."
     if name not in SWEEPS: raise ValueError(f"name must be one of {', '.join(SWEEPS)}, got name={name!r}")
     method = list(PRINTED)[2 if moving or name == "bound_ratio" else 0]
-    return {value: [RunSpec(**printed_values(profile, method, **({_FIELD[name]: value} if value else {})), seed=seed) for seed in range(profile.seeds)] for value in values or SWEEPS[name]}
+    place = {"layer_dropout_position": "before"} if name == "dropout_before" else {}
+    def changes(value): return {_FIELD[name]: value} | place if value else {}
+    return {value: [RunSpec(**printed_values(profile, method, **changes(value)), seed=seed) for seed in range(profile.seeds)] for value in values or SWEEPS[name]}
