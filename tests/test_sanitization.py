@@ -193,15 +193,25 @@ def test_widths_that_do_not_fit():
     with pytest.raises(ValueError, match=r"got width=40 for an input of shape \(2, 50\)"): layer(torch.zeros(2, 50))
     with pytest.raises(ValueError, match="one row per record"): layer(torch.zeros(2, 3, 40))
     with pytest.raises(ValueError, match="width must be 512 for this network, got width=40"): sanitization_resnet18(sanitization=layer)
+    with pytest.raises(ValueError, match="width must be 64 for this network, got width=40"): sanitization_resnet18(sanitization=layer, stages=1)
+    with pytest.raises(ValueError, match="stages must be 1, 2, 3 or 4, got stages=5"): sanitization_resnet18(sanitization=layer, stages=5)
     with pytest.raises(ValueError, match="width must be 50 for this network, got width=40"): funnel(50, 10, in_features=9, sanitization=layer)
 
 
 def test_networks_keep_records_apart():
-    for model, shape in ((sanitization_cnn(12, sanitization=SanitizationLayer(12, .5, 1.), image_size=8), (1, 8, 8)), (sanitization_resnet18(sanitization=SanitizationLayer(512, .5, 1.), channels=1), (1, 32, 32))):
+    for model, shape in ((sanitization_cnn(12, sanitization=SanitizationLayer(12, .5, 1.), image_size=8), (1, 8, 8)), (sanitization_resnet18(sanitization=SanitizationLayer(512, .5, 1.), channels=1), (1, 32, 32)),
+                         (sanitization_resnet18(sanitization=SanitizationLayer(128, .5, 1.), channels=1, stages=2), (1, 8, 8))):
         images = torch.randn(3, *shape)
         changed = images.clone(); changed[0] += 1
         one, two = model.below(images), model.below(changed)
         assert torch.equal(one[1:], two[1:]) and not torch.equal(one[0], two[0]) and (one >= 0).all() and not list(model.buffers())
+
+
+@pytest.mark.slow
+def test_layer_costs_at_most_a_twentieth_of_a_step():
+    from bench.sanitization_layer import GOAL, ROWS, ratio
+    assert GOAL == 1.05
+    for name in ("CNN, MNIST, batch 64", "CNN, CIFAR-10, batch 64"): assert ratio(*ROWS[name])[0] <= GOAL, name
 
 
 def test_report_follows_the_weights_below():

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['IMAGES', 'QUIET', 'BATCH', 'RECORDS', 'worst_case', 'first_weight', 'changed', 'moved', 'short', 'claimed_there',
-           'attack_below', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers', 'with_layer_finding']
+           'attack_below', 'alike', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers', 'with_layer_finding']
 
-# %% ../../nbs/audits/sanitized.ipynb #c4ea1149
+# %% ../../nbs/audits/sanitized.ipynb #f2ff36b6
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from .runs import with_finding
 from ..budgets.certified import verdict_of
 from ..workbench.datasets import Dataset
 from ..workbench.records import RunRecord, RunSpec, record_path, write_json
-from ..workbench.sanitized import SanitizedRun, build_layer, gradient_events, layer_report, sanitized_epoch
+from ..workbench.sanitized import BLACK, SanitizedRun, epoch_rows, gradient_events, layer_report, sanitized_epoch
 
 # %% ../../nbs/audits/sanitized.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -107,17 +107,29 @@ def attack_below(
     out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records) for k in range(draws)]) for is_bright in (False, True))
     return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence, thresholds=thresholds, seed=seed)
 
-# %% ../../nbs/audits/sanitized.ipynb #cddacf94
+# %% ../../nbs/audits/sanitized.ipynb #15874fd3
+def alike(
+    spec:RunSpec, # The run
+    is_bright:bool, # Whether all records are bright; else all are blank: what makes a row of zeros
+    records:int, # N
+)->Dataset: # All of class 0
+    "Records that are all the same: as many draws of one record's rows."
+    data = worst_case(spec.dataset, False, records=records)
+    blank = BLACK[spec.dataset] if spec.model == "pooled_rows" else 0.
+    return replace(data, train_images=torch.full_like(data.train_images, 1e3 if is_bright else blank))
+
 def row_scores(
-    spec:RunSpec, # The run: its layer, its releases
-    is_bright:bool, # Rows of C, or of 0
+    spec:RunSpec, # The run: its network, its layer, its releases
+    is_bright:bool, # Which rows
     draws:int, # Records
     seed:int, # Of the noise
 )->np.ndarray: # (draws,) one score per record
-    "Sums of all rows that the layer releases of a record in the worst case."
-    layer = build_layer(spec, torch.Generator().manual_seed(seed)).train()
-    rows = torch.full((draws, spec.layer_width), layer.clip if is_bright else 0.)
-    return sum(layer(rows).sum(1).double() for _ in range(spec.layer_releases or spec.epochs)).numpy()
+    "How far the rows that a run releases of a record go from blank towards bright."
+    run = SanitizedRun(spec, alike(spec, is_bright, draws))
+    run.noise.manual_seed(seed); run.model.train()
+    with torch.no_grad(): blank, bright = (run.layer.clipped(run.model.below(alike(spec, world, 1).train_images))[0] for world in (False, True))
+    direction = nn.functional.normalize(bright - blank, dim=0).double()
+    return sum(epoch_rows(run).double()@direction for _ in range(spec.layer_releases or spec.epochs)).numpy()
 
 def attack_rows(
     spec:RunSpec, # A run
@@ -131,7 +143,7 @@ def attack_rows(
     method = "rates" if spec.layer_dropout else "gaussian_rates" # without dropout both worlds are Gaussian, exactly
     return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method=method, seed=seed)
 
-# %% ../../nbs/audits/sanitized.ipynb #27dee80d
+# %% ../../nbs/audits/sanitized.ipynb #0de194e0
 RECORDS = 128 # N of the attack on a run as printed: enough batches of 8 that the formula claims less than some hundred trainings can show
 
 def attack_spec(
@@ -144,7 +156,7 @@ def attack_spec(
     if spec.layer_below is None: return audit_schedule(gradients, delta=spec.delta, draws=20_000) if gradients else None
     if spec.layer_below == "trained": return attack_below(spec, draws=draws, records=RECORDS)
     if spec.layer_below == "frozen": return attack_rows(spec)
-    both = attack_rows(spec, confidence=.975), audit_schedule(gradients, delta=spec.delta, draws=20_000, confidence=.975)
+    both = attack_rows(spec, draws=5000, confidence=.975), audit_schedule(gradients, delta=spec.delta, draws=20_000, confidence=.975)
     return replace(max(both, key=lambda found: found.epsilon), confidence=.95)
 
 def _same_attack(spec):

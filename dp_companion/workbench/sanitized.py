@@ -34,12 +34,12 @@ from .evaluation import evaluate, finite
 from .planning import cached, check_target, poisson_plan, rule_at
 from .run import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
-# %% ../../nbs/workbench/sanitized.ipynb #9bbdc49e
+# %% ../../nbs/workbench/sanitized.ipynb #76ec65ba
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
 
 def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(memory_format=torch.channels_last) # a third less time a step
 
-SMALL_STAGES = 2 # ours, for small images: two of the four
+SMALL_STAGES = 1 # ours, for small images: the first of four
 BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
 LAYERED = {"sanitization_cnn": _cnn, "half_sanitization_cnn": partial(_cnn, filters=HALF_FILTERS), "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
            "sanitization_resnet18": _resnet18, "small_sanitization_resnet18": partial(_resnet18, stages=SMALL_STAGES), "pooled_rows": pooled_rows} # name in a run's description to the function that builds it around a layer

@@ -40,14 +40,14 @@ class LayerProfile(Profile):
     @property
     def private_plan(self)->PoissonPlan: return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #9d335603
+# %% ../../nbs/workbench/sanitized_grid.ipynb #f87c698d
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
 _half = dict(model="half_sanitization_cnn", plain_model="half_sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
-_digits = dict(dataset="digits", dataset_size=1437, epochs=10, expected_batch_size=32, windows=(4, 3), private_batch_size=128, seeds=2)
+_digits = dict(dataset="digits", dataset_size=1437, epochs=10, expected_batch_size=32, windows=(4, 3), private_batch_size=128)
 LAYER_PROFILES = {
-    "digits": {"MNIST": LayerProfile(**_digits, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", width=40), "CIFAR-10, ResNet-18": LayerProfile(**_digits, model="small_sanitization_resnet18", plain_model=None, width=128, bound_ratio=.02)},
+    "digits": {"MNIST": LayerProfile(**_digits, seeds=2, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", width=40), "CIFAR-10, ResNet-18": LayerProfile(**_digits, seeds=1, model="small_sanitization_resnet18", plain_model=None, width=64, bound_ratio=.02)},
     "laptop": {"MNIST": LayerProfile(**_mnist | _half, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
                "CIFAR-10": LayerProfile(**_cifar | _half, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3)},
     "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5), "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
