@@ -48,9 +48,9 @@ def part_of(inputs, index): # `inputs` for some samples
     if isinstance(inputs, dict): return {k: part_of(x, index) for k, x in inputs.items()}
     return type(inputs)(part_of(x, index) for x in inputs) if isinstance(inputs, (tuple, list)) else inputs[index]
 
-# %% ../../nbs/algorithms/engines.ipynb #b5b74c95
+# %% ../../nbs/algorithms/engines.ipynb #7431892d
 class BookEngine:
-    "One backward pass, no per-sample gradient of a linear layer (Bu et al. 2022)."
+    "One backward pass, no per-sample gradient of a linear layer kept (Bu et al. 2022)."
     def __init__(self, model, optimizer, kernels=None, held_bytes=HELD_BYTES):
         self.book = Book(model, kernels=kernels, held_bytes=held_bytes)
         self.model, self.flat, self.slots, self.kernels = model, self.book.flat, self.book.slots, self.book.kernels

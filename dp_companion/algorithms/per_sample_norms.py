@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'zero_rows', 'lost', 'squares', 'add_rows', 'row_part',
-           'add_product', 'rounded_up', 'gram_squares', 'positions', 'linear_rank_one', 'linear_gram',
-           'linear_matrices', 'padded', 'windows', 'patch_rows', 'patch_columns', 'outputs', 'conv_patches',
-           'patch_elements', 'conv_bias', 'weight_gradient', 'add_convolution', 'conv_matrices', 'conv_grouped',
-           'conv_gram_squares', 'conv_gram', 'conv_gram_product', 'conv_lengths', 'conv_chunked', 'grouped_norm',
-           'group_norm', 'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows',
-           'kernels_of', 'candidates']
+           'add_product', 'rounded_up', 'gram_squares', 'positions', 'linear_rank_one', 'linear_gram', 'linear_chunked',
+           'padded', 'windows', 'patch_rows', 'patch_columns', 'outputs', 'conv_patches', 'patch_elements', 'conv_bias',
+           'weight_gradient', 'add_convolution', 'conv_matrices', 'conv_grouped', 'conv_gram_squares', 'conv_gram',
+           'conv_gram_product', 'conv_lengths', 'conv_chunked', 'grouped_norm', 'group_norm', 'instance_norm',
+           'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows', 'kernels_of', 'candidates']
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 from functools import partial
@@ -98,7 +97,7 @@ def positions(x:Tensor)->Tensor: # (batch, T, features)
     "All dimensions between the batch and the features as one."
     return x.reshape(len(x), -1, x.shape[-1])
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #98419d01
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #7147f806
 def linear_rank_one(layer, slots, a, b):
     "One vector per sample (Goodfellow 2015)."
     return Part("weight", squares(a)*squares(b), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
@@ -108,10 +107,12 @@ def linear_gram(layer, slots, a, b):
     a, b = positions(a), positions(b)
     return Part("weight", gram_squares(a, b), (a, b), add_product), row_part("bias", b.sum(1))
 
-def linear_matrices(layer, slots, a, b):
-    "Several positions, by the per-sample matrices."
+def linear_chunked(layer, slots, a, b, chunk:int=8):
+    "Many positions, by per-sample matrices a few at a time that are dropped, rounded up by what both they and the sum lose."
     a, b = positions(a), positions(b)
-    return row_part("weight", torch.bmm(b.transpose(1, 2), a).flatten(1)), row_part("bias", b.sum(1))
+    norms = torch.cat([squares(torch.bmm(y.transpose(1, 2), x)) for x, y in zip(a.split(chunk), b.split(chunk))]).sqrt_()
+    norms += 2*a.shape[1]*torch.finfo(b.dtype).eps*(a.norm(dim=2)*b.norm(dim=2)).sum(1)
+    return Part("weight", norms.square_(), (a, b), add_product), row_part("bias", b.sum(1))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #16efef42
 def padded(layer, a)->Tensor:
@@ -265,18 +266,18 @@ def opacus_rows(layer, slots, a, b):
     found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #20dc23f2
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #049f4d9d
 HELD_BYTES = 1<<28 # Largest set of per-sample gradients that one layer may hold
 
 KERNELS = {
-    nn.Linear: dict(rank_one=linear_rank_one, gram=linear_gram, matrices=linear_matrices),
+    nn.Linear: dict(rank_one=linear_rank_one, gram=linear_gram, chunked=linear_chunked),
     nn.Conv2d: dict(matrices=conv_matrices, grouped=conv_grouped, gram=conv_gram, gram_product=conv_gram_product, chunked=conv_chunked),
     nn.GroupNorm: dict(rows=group_norm), nn.LayerNorm: dict(rows=layer_norm),
     **{kind: dict(rows=instance_norm) for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)},
     nn.Embedding: dict(tokens=embedding),
 }
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #a24bec42
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #ab896b8a
 def kernels_of(layer:nn.Module)->dict: # Name -> kernel
     "Every way for this kind of layer, Opacus's sampler the last."
     return {**KERNELS.get(type(layer), {}), "opacus": opacus_rows}
@@ -289,7 +290,7 @@ def candidates(layer, slots, a, b, held_bytes:int=HELD_BYTES)->list: # Names in 
     n, channels = slots["weight"].flat.numel(), slots["weight"].shaped.shape[0]
     T = b[0].numel()//channels
     held, gram = len(b)*n*b.element_size()<=held_bytes, T*(n//channels+channels)<=4*n
-    if type(layer) is nn.Linear: return (["gram"] if gram or not held else [])+(["matrices"] if held else [])
+    if type(layer) is nn.Linear: return (["gram"] if gram else [])+["chunked"]
     product = layer.groups==1 and len(b)*patch_elements(layer, slots, b)*b.element_size()<=held_bytes
     kept = held or n<=a[0].numel()+b[0].numel() # Not larger than what it replaces
     return (["gram"]+["gram_product"]*product if gram else [])+(["matrices"]+["grouped"]*held if kept else ["chunked"])

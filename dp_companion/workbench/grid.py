@@ -47,21 +47,26 @@ class Profile:
         "The sampling of a run on the profile's data."
         return PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=values["expected_batch_size"], epochs=values["epochs"])
 
-# %% ../../nbs/workbench/grid.ipynb #8d774e9c
+# %% ../../nbs/workbench/grid.ipynb #8b5aeb5e
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
 def _unbalanced(**sizes): return Profile(model="unbalanced_mnist_cnn", expected_batch_size=64, learning_rate=1e-3, **sizes)
+def _melt_pool(**sizes): return Profile(model="small_shufflenet", dataset_size=1173, delta=1e-3, loss="focal", **sizes)
+_frames = dict(dataset="synthetic_melt_pool_small", epochs=10, drop_every=1, expected_batch_size=64, learning_rate=5e-3) # ours, for small frames and a short wait
 def _cifar(**sizes): return Profile(dataset_size=50000, **sizes)
 _small = dict(model="unbalanced_mnist_cnn", epochs=3, expected_batch_size=512, learning_rate=5e-3, seeds=3) # ours: from scratch
 _large = dict(epochs=100, drop_every=10, expected_batch_size=64, learning_rate=1e-4, seeds=5)
 
 PROFILES = {
     "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=12, drop_every=3, learning_rate=1e-3, seeds=3),
-               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307, epochs=10, drop_every=1, seeds=2)},
+               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307, epochs=10, drop_every=1, seeds=2),
+               "Thinwall": _melt_pool(**_frames, seeds=1)},
     "laptop": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1, learning_rate=1e-4, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=10, drop_every=1, seeds=3),
+               "Thinwall": _melt_pool(**_frames, seeds=3),
                "CIFAR-10": _cifar(dataset="cifar10", **_small), "CIFAR-100": _cifar(dataset="cifar100", **_small)},
     "paper": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=100, drop_every=10, learning_rate=1e-4, seeds=5),
               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=100, drop_every=10, seeds=5),
+              "Thinwall": _melt_pool(dataset="thinwall", epochs=30, drop_every=3, expected_batch_size=32, learning_rate=1e-3, seeds=5),
               "CIFAR-10": _cifar(dataset="cifar10", model="nf_net_f0", **_large), "CIFAR-100": _cifar(dataset="cifar100", model="nf_net_f1", **_large)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
 

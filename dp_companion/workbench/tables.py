@@ -75,8 +75,8 @@ def summarise(
     table = grouped[budget].first().join(grouped["value"].agg(mean="mean", sd="std", seeds="count"))
     return table.reset_index()
 
-# %% ../../nbs/workbench/tables.ipynb #f9283659
-STANDS_FOR = {"digits": "MNIST", "mnist": "MNIST", "unbalanced_digits": "Unbalanced MNIST", "unbalanced_mnist": "Unbalanced MNIST"} # ours to the paper's
+# %% ../../nbs/workbench/tables.ipynb #228b9b35
+STANDS_FOR = {"digits": "MNIST", "mnist": "MNIST", "unbalanced_digits": "Unbalanced MNIST", "unbalanced_mnist": "Unbalanced MNIST", "synthetic_melt_pool_small": "Thinwall", "thinwall": "Thinwall"} # ours to the paper's
 STANDS_FOR_OF = {"sad": dict.fromkeys(("minority_digits", "ham10000_small", "ham10000_lesions", "ham10000", "ham10000_224"), "HAM10000"), "adaptive_noise": {"digits": "MNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}} # where a paper has data sets of its own
 
 def beside_published(
