@@ -156,7 +156,7 @@ def headline(
     "The first paper's story in one small table: Table 13 at one target, in both accountings."
     return for_print(beside_published(summarise([r for r in records if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?", r.spec.method)]), item="Table 13"))
 
-# %% ../../nbs/workbench/tables.ipynb #89ce3c7b
+# %% ../../nbs/workbench/tables.ipynb #5e5b3da8
 def refuted(
     records:list, # RunRecords, attacked or not
 )->str: # A sentence
@@ -166,7 +166,7 @@ def refuted(
     over = [found for found in settings.values() if found[0] > 1]
     if not over: return f"Of {len(settings)} attacked settings no claim is refuted."
     _, furthest = max(over, key=lambda found: found[0])
-    return (f"Of {len(settings)} attacked settings the claims of {len(over)} are refuted, furthest of {furthest.spec.method} at ε = {furthest.spec.target_epsilon:g}: "
+    return (f"Of {len(settings)} attacked settings the claim{'s' if len(over) > 1 else ''} of {len(over)} {'are' if len(over) > 1 else 'is'} refuted, furthest of {furthest.spec.method} at ε = {furthest.spec.target_epsilon:g}: "
             f"claimed {epsilon_text(furthest.budget['claimed']['epsilon'])}, achieved {epsilon_text(furthest.budget['empirical']['epsilon'])}.")
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
