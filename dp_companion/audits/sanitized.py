@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['IMAGES', 'QUIET', 'BATCH', 'RECORDS', 'worst_case', 'first_weight', 'changed', 'moved', 'short', 'claimed_there',
-           'attack_below', 'alike', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers', 'with_layer_finding']
+           'attack_below', 'alike', 'layer_scores', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers',
+           'with_layer_finding']
 
-# %% ../../nbs/audits/sanitized.ipynb #f2ff36b6
+# %% ../../nbs/audits/sanitized.ipynb #44945e18
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from .runs import with_finding
 from ..budgets.certified import verdict_of
 from ..workbench.datasets import Dataset
 from ..workbench.records import RunRecord, RunSpec, record_path, write_json
-from ..workbench.sanitized import BLACK, SanitizedRun, epoch_rows, gradient_events, layer_report, sanitized_epoch
+from ..workbench.sanitized import BLACK, SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, sanitized_epoch
 
 # %% ../../nbs/audits/sanitized.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -107,7 +108,7 @@ def attack_below(
     out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records) for k in range(draws)]) for is_bright in (False, True))
     return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence, thresholds=thresholds, seed=seed)
 
-# %% ../../nbs/audits/sanitized.ipynb #15874fd3
+# %% ../../nbs/audits/sanitized.ipynb #3fdb2ba3
 def alike(
     spec:RunSpec, # The run
     is_bright:bool, # Whether all records are bright; else all are blank: what makes a row of zeros
@@ -118,6 +119,17 @@ def alike(
     blank = BLACK[spec.dataset] if spec.model == "pooled_rows" else 0.
     return replace(data, train_images=torch.full_like(data.train_images, 1e3 if is_bright else blank))
 
+def layer_scores(
+    spec:RunSpec, # The run: its layer, its releases
+    is_bright:bool, # Rows of C, or of 0
+    draws:int, # Records
+    seed:int, # Of the noise
+)->np.ndarray: # (draws,) one score per record
+    "The same of the layer alone: weights below that learn may come to saturate it."
+    layer = build_layer(spec, torch.Generator().manual_seed(seed)).train()
+    rows = torch.full((draws, spec.layer_width), layer.clip if is_bright else 0.)
+    return sum(layer(rows).sum(1).double() for _ in range(spec.epochs)).numpy()
+
 def row_scores(
     spec:RunSpec, # The run: its network, its layer, its releases
     is_bright:bool, # Which rows
@@ -125,6 +137,7 @@ def row_scores(
     seed:int, # Of the noise
 )->np.ndarray: # (draws,) one score per record
     "How far the rows that a run releases of a record go from blank towards bright."
+    if spec.layer_below == "trained": return layer_scores(spec, is_bright, draws, seed)
     run = SanitizedRun(spec, alike(spec, is_bright, draws))
     run.noise.manual_seed(seed); run.model.train()
     with torch.no_grad(): blank, bright = (run.layer.clipped(run.model.below(alike(spec, world, 1).train_images))[0] for world in (False, True))
