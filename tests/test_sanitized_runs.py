@@ -12,7 +12,7 @@ from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitiz
 from dp_companion.workbench import sanitized, training
 from dp_companion.workbench.datasets import load_dataset
 from dp_companion.workbench.records import RunSpec, find_record, record_path, spec_from_dict
-from dp_companion.workbench.sanitized import SanitizedRun, build_layered, layer_report, sanitized_epoch
+from dp_companion.workbench.sanitized import SanitizedRun, build_layer, build_layered, layer_report, sanitized_epoch
 from dp_companion.workbench.sanitized_grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
 from dp_companion.workbench.training import train
 
@@ -116,6 +116,25 @@ def test_a_step_below_that_is_not_counted_is_noticed(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal the 21 accounted ones, got 24 that differ"): train(below_spec(), tmp_path, DATA)
 
 
+def test_a_step_is_counted_before_it_is_released():
+    run = SanitizedRun(below_spec(), DATA)
+    def torn(*args, **kw): raise KeyboardInterrupt
+    run.private.step = torn
+    with pytest.raises(KeyboardInterrupt): sanitized_epoch(run)
+    assert run.private.ledger == [2.]
+
+
+@pytest.mark.parametrize("moves", [dict(clip_rule="global_adapt", strict_max_grad_norm=10., count_noise=.01), dict(clip_rule="global_adapt_v2", strict_max_grad_norm=3., bound_decay_rate=.5, drop_every=1),
+                                   dict(decay="step", decay_rate=.1, drop_every=1)])
+def test_what_a_report_would_not_count_is_refused(moves, tmp_path):
+    with pytest.raises(ValueError, match="must leave noise and bound as they are, and ask nothing besides"): train(below_spec(**moves), tmp_path, DATA)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_one_sentence():
+    run = SanitizedRun(below_spec(), DATA)
+    with pytest.raises(ValueError, match="checkpoint must hold released, got one of an earlier version; delete it"): run.load({k: v for k, v in run.state().items() if k != "released"})
+
+
 def test_dropout_comes_where_the_run_says():
     after = RunSpec(**printed_values(SIZE, layer_dropout=.5), seed=0)
     for spec, is_after in ((after, True), (replace(after, layer_dropout_position="before"), False)):
@@ -179,7 +198,7 @@ def test_networks_of_the_profiles_can_be_built():
         for size in profiles.values():
             if size.model == "sanitization_resnet18": continue # built in test_sanitization.py
             spec = RunSpec(**printed_values(size), seed=0)
-            model = build_layered(spec, worst_case(size.dataset, True, records=2), torch.nn.Identity())
+            model = build_layered(spec, worst_case(size.dataset, True, records=2), build_layer(spec, torch.Generator()))
             assert model(worst_case(size.dataset, True, records=2).train_images).shape == (2, 10) and spec.target_epsilon == claim_of(size)
 
 

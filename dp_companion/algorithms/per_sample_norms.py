@@ -97,7 +97,9 @@ def positions(x:Tensor)->Tensor: # (batch, T, features)
     "All dimensions between the batch and the features as one."
     return x.reshape(len(x), -1, x.shape[-1])
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #7147f806
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #ad10a701
+CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cache when they are used; matrices, eight times as many
+
 def linear_rank_one(layer, slots, a, b):
     "One vector per sample (Goodfellow 2015)."
     return Part("weight", squares(a)*squares(b), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
@@ -107,9 +109,10 @@ def linear_gram(layer, slots, a, b):
     a, b = positions(a), positions(b)
     return Part("weight", gram_squares(a, b), (a, b), add_product), row_part("bias", b.sum(1))
 
-def linear_chunked(layer, slots, a, b, chunk:int=8):
+def linear_chunked(layer, slots, a, b):
     "Many positions, by per-sample matrices a few at a time that are dropped, rounded up by what both they and the sum lose."
     a, b = positions(a), positions(b)
+    chunk = max(1, 8*CACHE_BYTES//(a.shape[2]*b.shape[2]*b.element_size()))
     norms = torch.cat([squares(torch.bmm(y.transpose(1, 2), x)) for x, y in zip(a.split(chunk), b.split(chunk))]).sqrt_()
     norms += 2*a.shape[1]*torch.finfo(b.dtype).eps*(a.norm(dim=2)*b.norm(dim=2)).sum(1)
     return Part("weight", norms.square_(), (a, b), add_product), row_part("bias", b.sum(1))
@@ -158,9 +161,7 @@ def patch_elements(layer, slots, b)->int:
 
 def conv_bias(b)->Part: return row_part("bias", b.sum((2, 3)))
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #019ffb03
-CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cache when they are used
-
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #bc4054d3
 def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tensor: # Of the shape of `like`
     "The ordinary weight gradient of a convolution."
     return torch.ops.aten.convolution_backward(b, a, like, None, layer.stride, padding, layer.dilation, False, [0, 0],
@@ -277,7 +278,7 @@ KERNELS = {
     nn.Embedding: dict(tokens=embedding),
 }
 
-# %% ../../nbs/algorithms/per_sample_norms.ipynb #ab896b8a
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #042fb860
 def kernels_of(layer:nn.Module)->dict: # Name -> kernel
     "Every way for this kind of layer, Opacus's sampler the last."
     return {**KERNELS.get(type(layer), {}), "opacus": opacus_rows}
@@ -290,7 +291,7 @@ def candidates(layer, slots, a, b, held_bytes:int=HELD_BYTES)->list: # Names in 
     n, channels = slots["weight"].flat.numel(), slots["weight"].shaped.shape[0]
     T = b[0].numel()//channels
     held, gram = len(b)*n*b.element_size()<=held_bytes, T*(n//channels+channels)<=4*n
-    if type(layer) is nn.Linear: return (["gram"] if gram else [])+["chunked"]
+    if type(layer) is nn.Linear: return (["gram"] if gram else [])+(["chunked"] if n*b.element_size()<=held_bytes or not gram else [])
     product = layer.groups==1 and len(b)*patch_elements(layer, slots, b)*b.element_size()<=held_bytes
     kept = held or n<=a[0].numel()+b[0].numel() # Not larger than what it replaces
     return (["gram"]+["gram_product"]*product if gram else [])+(["matrices"]+["grouped"]*held if kept else ["chunked"])

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['IMAGES', 'QUIET', 'BATCH', 'RECORDS', 'worst_case', 'first_weight', 'changed', 'moved', 'short', 'claimed_there',
-           'attack_below', 'alike', 'layer_scores', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers',
-           'with_layer_finding']
+           'attack_below', 'Worst', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers', 'with_layer_finding']
 
-# %% ../../nbs/audits/sanitized.ipynb #44945e18
+# %% ../../nbs/audits/sanitized.ipynb #6178075e
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from .runs import with_finding
 from ..budgets.certified import verdict_of
 from ..workbench.datasets import Dataset
 from ..workbench.records import RunRecord, RunSpec, record_path, write_json
-from ..workbench.sanitized import BLACK, SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, sanitized_epoch
+from ..workbench.sanitized import SanitizedRun, epoch_rows, gradient_events, layer_report, released, rows_below, sanitized_epoch
 
 # %% ../../nbs/audits/sanitized.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -108,41 +107,25 @@ def attack_below(
     out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records) for k in range(draws)]) for is_bright in (False, True))
     return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence, thresholds=thresholds, seed=seed)
 
-# %% ../../nbs/audits/sanitized.ipynb #3fdb2ba3
-def alike(
-    spec:RunSpec, # The run
-    is_bright:bool, # Whether all records are bright; else all are blank: what makes a row of zeros
-    records:int, # N
-)->Dataset: # All of class 0
-    "Records that are all the same: as many draws of one record's rows."
-    data = worst_case(spec.dataset, False, records=records)
-    blank = BLACK[spec.dataset] if spec.model == "pooled_rows" else 0.
-    return replace(data, train_images=torch.full_like(data.train_images, 1e3 if is_bright else blank))
-
-def layer_scores(
-    spec:RunSpec, # The run: its layer, its releases
-    is_bright:bool, # Rows of C, or of 0
-    draws:int, # Records
-    seed:int, # Of the noise
-)->np.ndarray: # (draws,) one score per record
-    "The same of the layer alone: weights below that learn may come to saturate it."
-    layer = build_layer(spec, torch.Generator().manual_seed(seed)).train()
-    rows = torch.full((draws, spec.layer_width), layer.clip if is_bright else 0.)
-    return sum(layer(rows).sum(1).double() for _ in range(spec.epochs)).numpy()
+# %% ../../nbs/audits/sanitized.ipynb #abcc9d8f
+class Worst(nn.Module):
+    "Layers below at their worst: every row is the same, of zeros or of elements at the bound."
+    def __init__(self, width:int, element:float): super().__init__(); self.row = torch.full((1, width), element)
+    def forward(self, images): return self.row.expand(len(images), -1)
 
 def row_scores(
-    spec:RunSpec, # The run: its network, its layer, its releases
-    is_bright:bool, # Which rows
+    spec:RunSpec, # The run: its layer, its releases, its trainer
+    is_bright:bool, # Whether the rows are at the bound, or zero
     draws:int, # Records
     seed:int, # Of the noise
 )->np.ndarray: # (draws,) one score per record
-    "How far the rows that a run releases of a record go from blank towards bright."
-    if spec.layer_below == "trained": return layer_scores(spec, is_bright, draws, seed)
-    run = SanitizedRun(spec, alike(spec, is_bright, draws))
+    "Sums of all rows that a run releases of a record in the worst case."
+    one = worst_case(spec.dataset, False, records=1)
+    run = SanitizedRun(replace(spec, expected_batch_size=1), replace(one, train_images=one.train_images.expand(draws, -1, -1, -1), train_labels=one.train_labels.expand(draws)))
     run.noise.manual_seed(seed); run.model.train()
-    with torch.no_grad(): blank, bright = (run.layer.clipped(run.model.below(alike(spec, world, 1).train_images))[0] for world in (False, True))
-    direction = nn.functional.normalize(bright - blank, dim=0).double()
-    return sum(epoch_rows(run).double()@direction for _ in range(spec.layer_releases or spec.epochs)).numpy()
+    run.model.below = Worst(spec.layer_width, run.layer.clip if is_bright else 0.)
+    release = (lambda run: released(run, rows_below(run), slice(None))) if spec.layer_below == "trained" else epoch_rows
+    return sum(release(run).sum(1).double() for _ in range(spec.layer_releases or spec.epochs)).numpy()
 
 def attack_rows(
     spec:RunSpec, # A run
@@ -156,7 +139,7 @@ def attack_rows(
     method = "rates" if spec.layer_dropout else "gaussian_rates" # without dropout both worlds are Gaussian, exactly
     return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method=method, seed=seed)
 
-# %% ../../nbs/audits/sanitized.ipynb #0de194e0
+# %% ../../nbs/audits/sanitized.ipynb #27dee80d
 RECORDS = 128 # N of the attack on a run as printed: enough batches of 8 that the formula claims less than some hundred trainings can show
 
 def attack_spec(
@@ -169,7 +152,7 @@ def attack_spec(
     if spec.layer_below is None: return audit_schedule(gradients, delta=spec.delta, draws=20_000) if gradients else None
     if spec.layer_below == "trained": return attack_below(spec, draws=draws, records=RECORDS)
     if spec.layer_below == "frozen": return attack_rows(spec)
-    both = attack_rows(spec, draws=5000, confidence=.975), audit_schedule(gradients, delta=spec.delta, draws=20_000, confidence=.975)
+    both = attack_rows(spec, confidence=.975), audit_schedule(gradients, delta=spec.delta, draws=20_000, confidence=.975)
     return replace(max(both, key=lambda found: found.epsilon), confidence=.95)
 
 def _same_attack(spec):

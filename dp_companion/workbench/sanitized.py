@@ -8,7 +8,7 @@ __all__ = ['SMALL_STAGES', 'BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'b
            'PrivateBelow', 'released', 'rows_below', 'epoch_rows', 'sanitized_epoch', 'class_weights', 'close_epoch',
            'train_sanitized', 'checked_layer']
 
-# %% ../../nbs/workbench/sanitized.ipynb #8e81ee8a
+# %% ../../nbs/workbench/sanitized.ipynb #2d9b2a64
 import math
 import time
 from dataclasses import replace
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
+from ..algorithms.clipping import CountingRule
 from ..algorithms.early_stopping import Flag, ReleasedStd, SlopeFlag, TrendFlag, follow_weights
 from ..algorithms.private_step import PrivateStep
 from ..algorithms.sanitization import SanitizationLayer, model_report, pooled_rows, random_below, sanitization_cnn, sanitization_resnet18
@@ -32,6 +33,7 @@ from .optimizers import OPTIMIZERS, build_lr_scheduler
 from .records import RunRecord, RunSpec, record_path
 from .evaluation import evaluate, finite
 from .planning import cached, check_target, poisson_plan, rule_at
+from .steering import known_rule
 from .run import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
 # %% ../../nbs/workbench/sanitized.ipynb #76ec65ba
@@ -106,10 +108,13 @@ def row_weight(
     matrices = [p for p in model.below.parameters() if p.dim() > 1]
     return matrices[-1] if matrices else None
 
-# %% ../../nbs/workbench/sanitized.ipynb #0866ad45
+# %% ../../nbs/workbench/sanitized.ipynb #b6866d9d
 def gradient_events(spec, plan):
-    "Gradient releases of a run that has DP-SGD: Poisson batches of its own."
-    return gaussian_events(Constant(initial=spec.noise_multiplier), plan) if spec.clip_rule != "none" else ()
+    "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
+    if spec.clip_rule == "none": return ()
+    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None, "bound_decay_rate": spec.bound_decay_rate is not None, "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
+    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must leave noise and bound as they are, and ask nothing besides, in a run of paper sanitization, got {name}={getattr(spec, name)!r}")
+    return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
 
 def layer_report(
     spec:RunSpec, # With a sanitization layer
@@ -150,7 +155,7 @@ class Learner:
         self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #7f439fc5
+# %% ../../nbs/workbench/sanitized.ipynb #83048adb
 class SanitizedRun:
     "The state of one run with a sanitization layer between two epochs."
     def __init__(self,
@@ -182,6 +187,7 @@ class SanitizedRun:
 
     def load(self, state:dict):
         "Take up a saved state."
+        if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
         for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
         self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])
         if self.private: self.private.load_state_dict(state["private"])
@@ -193,7 +199,7 @@ class SanitizedRun:
         "Whether the run ends here."
         return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #241d1db8
+# %% ../../nbs/workbench/sanitized.ipynb #89b02db4
 class Bounded(nn.Module):
     "Clips rows as the layer does, without its noise."
     def __init__(self, layer): super().__init__(); self.bound = lambda: layer.clip
@@ -229,8 +235,8 @@ class PrivateBelow:
         return UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.secret, steps=int(run.plan.steps_per_epoch[e]))
 
     def __call__(self, run, indices):
-        report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=run.spec.noise_multiplier)
-        self.ledger.append(report.noise_multiplier)
+        self.ledger.append(run.spec.noise_multiplier) # counted before it is released
+        report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
         self.learner.lr.step()
         run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
 
@@ -319,7 +325,7 @@ def train_sanitized(
     else: report = checked_layer(run, report)
     return finish(run, report, runs, started)
 
-# %% ../../nbs/workbench/sanitized.ipynb #604ae678
+# %% ../../nbs/workbench/sanitized.ipynb #d753e507
 def checked_layer(
     run:SanitizedRun, # That is over
     planned:BudgetReport, # Of all its epochs
@@ -328,8 +334,8 @@ def checked_layer(
     expected = run.spec.layer_releases or len(run.epochs)
     if not (run.counts == expected).all() or run.released != expected*len(run.counts):
         raise RuntimeError(f"released rows must be {expected} of every record, got {int(run.counts.min())} to {int(run.counts.max())}, {run.released} in all; this run certifies nothing")
-    steps = int(run.plan.steps_per_epoch[:len(run.epochs)].sum()) if run.private else 0
-    if run.private and run.private.ledger != [run.spec.noise_multiplier]*steps:
-        raise RuntimeError(f"applied noise multipliers must equal the {steps} accounted ones, got {len(run.private.ledger)} that differ; this run certifies nothing")
+    accounted = [e.noise_multiplier for e in gradient_events(run.spec, run.plan) for _ in range(e.steps)][:int(run.plan.steps_per_epoch[:len(run.epochs)].sum())]
+    if run.private and run.private.ledger != accounted:
+        raise RuntimeError(f"applied noise multipliers must equal the {len(accounted)} accounted ones, got {len(run.private.ledger)} that differ; this run certifies nothing")
     if len(run.epochs) == run.spec.epochs: return planned
     return replace(planned, claimed=(claim := layer_report(run.spec, run.plan, run.model, epochs=len(run.epochs)).claimed), preconditions=claim.preconditions)

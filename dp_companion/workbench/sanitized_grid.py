@@ -214,7 +214,7 @@ def layer_specs(
         specs += [RunSpec(**values, seed=seed) for seed in range(profile.seeds)]
     return specs
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #88b47ba0
+# %% ../../nbs/workbench/sanitized_grid.ipynb #46c53056
 SWEEPS = {"width": (10, 20, 40, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5), "dropout_before": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)} # Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
 _FIELD = {"width": "layer_width", "clip": "layer_clip", "dropout": "layer_dropout", "dropout_before": "layer_dropout", "bound_ratio": "layer_bound_ratio"}
 
@@ -227,6 +227,7 @@ def sweep_specs(
 )->dict: # Value to RunSpecs, one a seed
     "The runs of a figure: as printed, one thing varied."
     if name not in SWEEPS: raise ValueError(f"name must be one of {', '.join(SWEEPS)}, got name={name!r}")
+    if name == "width" and "resnet" in profile.model: raise ValueError(f"name must not be width for a ResNet, whose rows have the width of its last stage, got model={profile.model!r}")
     method = list(PRINTED)[2 if moving or name == "bound_ratio" else 0]
     place = {"layer_dropout_position": "before"} if name == "dropout_before" else {}
     def changes(value): return {_FIELD[name]: value} | place if value else {}
