@@ -205,6 +205,7 @@ def test_networks_keep_records_apart():
         changed = images.clone(); changed[0] += 1
         one, two = model.below(images), model.below(changed)
         assert torch.equal(one[1:], two[1:]) and not torch.equal(one[0], two[0]) and (one >= 0).all() and not list(model.buffers())
+        assert one.shape == (3, model.head.in_features)
 
 
 @pytest.mark.slow
