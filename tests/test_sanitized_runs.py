@@ -110,7 +110,7 @@ def test_a_row_that_is_released_twice_is_noticed_and_found_out(tmp_path, monkeyp
     assert attack_rows(SPECS["Frozen"]).epsilon > SPECS["Frozen"].target_epsilon
 
 
-def test_a_step_below_that_is_not_counted_is_noticed(tmp_path, monkeypatch):
+def test_a_step_below_too_many_is_noticed(tmp_path, monkeypatch):
     sampler = sanitized.PrivateBelow.batches
     monkeypatch.setattr(sanitized.PrivateBelow, "batches", lambda *args: [*sampler(*args)] + [[0, 1]])
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal the 21 accounted ones, got 24 that differ"): train(below_spec(), tmp_path, DATA)

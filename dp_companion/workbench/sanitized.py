@@ -8,13 +8,14 @@ __all__ = ['SMALL_STAGES', 'BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'b
            'PrivateBelow', 'released', 'rows_below', 'epoch_rows', 'sanitized_epoch', 'class_weights', 'close_epoch',
            'train_sanitized', 'checked_layer']
 
-# %% ../../nbs/workbench/sanitized.ipynb #2d9b2a64
+# %% ../../nbs/workbench/sanitized.ipynb #033b9d26
 import math
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 import torch
+from fastcore.basics import patch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from ..algorithms.clipping import CountingRule
@@ -108,7 +109,7 @@ def row_weight(
     matrices = [p for p in model.below.parameters() if p.dim() > 1]
     return matrices[-1] if matrices else None
 
-# %% ../../nbs/workbench/sanitized.ipynb #b6866d9d
+# %% ../../nbs/workbench/sanitized.ipynb #86515992
 def gradient_events(spec, plan):
     "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
     if spec.clip_rule == "none": return ()
@@ -116,6 +117,7 @@ def gradient_events(spec, plan):
     for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must leave noise and bound as they are, and ask nothing besides, in a run of paper sanitization, got {name}={getattr(spec, name)!r}")
     return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
 
+# %% ../../nbs/workbench/sanitized.ipynb #b54301ce
 def layer_report(
     spec:RunSpec, # With a sanitization layer
     plan:PoissonPlan, # As planned
@@ -155,7 +157,7 @@ class Learner:
         self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #83048adb
+# %% ../../nbs/workbench/sanitized.ipynb #73222d37
 class SanitizedRun:
     "The state of one run with a sanitization layer between two epochs."
     def __init__(self,
@@ -179,27 +181,30 @@ class SanitizedRun:
         "Every row that gets noise is counted by the layer itself, whoever asks for it."
         if layer.training: self.released += len(inputs[0])
 
-    def state(self)->dict:
-        "All that changes between epochs."
-        parts = {name: getattr(self, name).get_state() for name in ("sampling", "noise", "secret")}
-        return parts | {"model": self.model.state_dict(), "learner": self.learner.state_dict(), "private": self.private and self.private.state_dict(), "epochs": self.epochs,
-                        "stds": self.watch.epochs, "counts": self.counts, "released": self.released, "seen": self.seen, "nonfinite": self.nonprivate_nonfinite_samples}
-
-    def load(self, state:dict):
-        "Take up a saved state."
-        if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
-        for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
-        self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])
-        if self.private: self.private.load_state_dict(state["private"])
-        self.epochs, self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("epochs", "stds", "counts", "released", "seen"))
-        self.nonprivate_nonfinite_samples = state["nonfinite"]
-
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up
         "Whether the run ends here."
         return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #89b02db4
+# %% ../../nbs/workbench/sanitized.ipynb #a00a9a94
+@patch
+def state(self:SanitizedRun)->dict:
+    "All that changes between epochs."
+    parts = {name: getattr(self, name).get_state() for name in ("sampling", "noise", "secret")}
+    return parts | {"model": self.model.state_dict(), "learner": self.learner.state_dict(), "private": self.private and self.private.state_dict(), "epochs": self.epochs,
+                    "stds": self.watch.epochs, "counts": self.counts, "released": self.released, "seen": self.seen, "nonfinite": self.nonprivate_nonfinite_samples}
+
+@patch
+def load(self:SanitizedRun, state:dict):
+    "Take up a saved state."
+    if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
+    for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
+    self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])
+    if self.private: self.private.load_state_dict(state["private"])
+    self.epochs, self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("epochs", "stds", "counts", "released", "seen"))
+    self.nonprivate_nonfinite_samples = state["nonfinite"]
+
+# %% ../../nbs/workbench/sanitized.ipynb #7daa7dad
 class Bounded(nn.Module):
     "Clips rows as the layer does, without its noise."
     def __init__(self, layer): super().__init__(); self.bound = lambda: layer.clip
@@ -210,6 +215,7 @@ class PublicHead(nn.Module):
     def __init__(self, head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head, {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
     def forward(self, rows): return self.current(rows)
 
+# %% ../../nbs/workbench/sanitized.ipynb #e6e764bd
 class PrivateBelow:
     "DP-SGD on the layers below the noise."
     def __init__(self, run):
