@@ -208,6 +208,15 @@ def test_networks_keep_records_apart():
         assert one.shape == (3, model.head.in_features)
 
 
+def test_resnet_is_torchvisions_and_builds_only_its_stages():
+    from torchvision.models import resnet18
+    torch.manual_seed(0); ours = sanitization_resnet18(sanitization=SanitizationLayer(512, .5, 1.)).below.state_dict()
+    torch.manual_seed(0); theirs = resnet18(norm_layer=lambda features: torch.nn.GroupNorm(32, features)).state_dict()
+    assert list(ours) == [name for name in theirs if not name.startswith("fc.")] and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    first = sanitization_resnet18(sanitization=SanitizationLayer(64, .5, 1.), stages=1).below.state_dict()
+    assert {name: p.shape for name, p in first.items()} == {name: p.shape for name, p in ours.items() if not name.startswith(("layer2", "layer3", "layer4"))}
+
+
 @pytest.mark.slow
 def test_layer_costs_at_most_a_twentieth_of_a_step():
     from bench.sanitization_layer import GOAL, ROWS, ratio

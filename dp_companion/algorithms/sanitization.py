@@ -127,7 +127,14 @@ def sanitization_cnn(
     top = funnel(width, classes, in_features=sizes[-1]*(image_size//8)**2, sanitization=sanitization)
     return _parts(nn.Sequential(*convolutions, nn.Flatten(), *top.below), sanitization, width, top.head)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #c6818a39
+# %% ../../nbs/algorithms/sanitization.ipynb #117324f7
+def _first_stages(stages, **kwargs):
+    "torchvision's ResNet-18 whose later stages are never built."
+    from torchvision.models.resnet import BasicBlock, ResNet
+    class Stages(ResNet):
+        def _make_layer(self, block, planes, *args, **kwargs): return super()._make_layer(block, planes, *args, **kwargs) if planes <= 32*2**stages else nn.Identity()
+    return Stages(BasicBlock, [2, 2, 2, 2], **kwargs)
+
 def sanitization_resnet18(
     *,
     sanitization:nn.Module, # A `SanitizationLayer` of the width that `stages` gives, or `nn.Identity()`
@@ -137,11 +144,9 @@ def sanitization_resnet18(
     stages:int=4, # Of its stages, the first 1 to 4; a row has 64, 128, 256 or 512 elements
 )->nn.Sequential: # Images to logits; parts below, sanitization, head
     "ResNet-18 with group normalisation and the noise after average pooling (paper sanitization, Section 6.1)."
-    from torchvision.models import resnet18
     if stages not in (1, 2, 3, 4): raise ValueError(f"stages must be 1, 2, 3 or 4, got stages={stages}")
-    below = resnet18(norm_layer=lambda features: nn.GroupNorm(groups, features))
+    below = _first_stages(stages, norm_layer=lambda features: nn.GroupNorm(groups, features))
     below.fc = nn.Identity()
-    for k in range(stages + 1, 5): setattr(below, f"layer{k}", nn.Identity())
     if channels != 3: below.conv1 = nn.Conv2d(_whole("channels", channels), 64, 7, stride=2, padding=3, bias=False)
     width = 32*2**stages
     return _parts(below, sanitization, width, nn.Linear(width, _whole("classes", classes)))

@@ -204,11 +204,11 @@ def load(self:SanitizedRun, state:dict):
     self.epochs, self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("epochs", "stds", "counts", "released", "seen"))
     self.nonprivate_nonfinite_samples = state["nonfinite"]
 
-# %% ../../nbs/workbench/sanitized.ipynb #7daa7dad
+# %% ../../nbs/workbench/sanitized.ipynb #0d914bf2
 class Bounded(nn.Module):
     "Clips rows as the layer does, without its noise."
-    def __init__(self, layer): super().__init__(); self.bound = lambda: layer.clip
-    def forward(self, rows): return rows.clamp(-self.bound(), self.bound())
+    def __init__(self, layer): super().__init__(); self.clipped = lambda rows: layer.clipped(rows)
+    def forward(self, rows): return self.clipped(rows)
 
 class PublicHead(nn.Module):
     "A head's current weights as constants."
