@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -98,6 +99,19 @@ def test_engines_agree_on_every_model(name):
         step(LOSS, x, y)
         found[engine] = gradient(step)
     for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
+
+
+LAYOUTS = {"channels_last": lambda x: x.to(memory_format=torch.channels_last), "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_engines_take_any_memory_format(engine, layout):
+    x, y = batch(digits_cnn, 6, dtype=torch.float64)
+    reference, model = step_for(network(digits_cnn, torch.float64)), network(digits_cnn, torch.float64)
+    step = step_for(model.to(memory_format=torch.channels_last) if layout == "channels_last" else model, engine=engine)
+    a, b = step(LOSS, LAYOUTS[layout](x), y), reference(LOSS, x, y)
+    assert difference(gradient(step), gradient(reference)) < 1e-9 and difference(a.nonprivate_norms, b.nonprivate_norms) < 1e-9
 
 
 @pytest.mark.slow
@@ -275,6 +289,19 @@ def test_rules_with_counts_are_renewed():
     step(LOSS, x[:0], y[:0], groups=y[:0])
 
 
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_a_rule_that_counts_first_takes_pieces(engine):
+    x, y = batch(digits_cnn, 7, dtype=torch.float64)
+    x[2] = math.nan
+    rule = GroupAdaptive(num_groups=10, count_noise=1.)
+    whole, pieces = (step_for(network(digits_cnn, torch.float64), clip_rule=rule, engine=engine, generator=seeded(), noise_multiplier=1., max_physical_batch_size=size) for size in (None, 3))
+    for _ in range(2): a, b = (step(LOSS, x, y, groups=y) for step in (whole, pieces))
+    assert whole.clip_rule == pieces.clip_rule != rule and a.nonprivate_not_finite == b.nonprivate_not_finite == 1
+    assert difference(gradient(pieces), gradient(whole)) < 1e-9 and a.noise_std == b.noise_std
+    pieces.begin(); pieces.accumulate(LOSS, x[:3], y[:3], groups=y[:3])
+    with pytest.raises(ValueError, match="must see the logical batch in one call, got a second piece"): pieces.accumulate(LOSS, x[3:], y[3:], groups=y[3:])
+
+
 @pytest.mark.parametrize("rule", [GlobalAdapt(count_noise=7.), GroupAdaptive(num_groups=2, count_noise=7., group_bounds=(3., 3.))], ids=["after", "before"])
 def test_secure_counts_draw_from_the_secure_source(rule, monkeypatch):
     stds, fill = [], GaussianNoise.fill_
@@ -338,36 +365,41 @@ def test_a_weight_in_the_loss_is_refused_at_any_step():
     assert gradient(step).norm() < 1e3
 
 
-def share(rank, world, port, out):
+COUNTING = [GlobalAdapt(strict_max_grad_norm=3.), GroupAdaptive(num_groups=10, count_noise=1.)] # one counts after it scales, one before
+
+
+def share(rank, world, port, rule, out):
     "One of the processes of the test below."
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     x, y = batch(digits_cnn, 8, dtype=torch.float64)
     torch.manual_seed(rank)  # DistributedDataParallel starts from rank 0's weights
     model = DistributedDataParallel(network(digits_cnn, torch.float64))
-    step = step_for(model, clip_rule=GlobalAdapt(strict_max_grad_norm=3.), generator=seeded(), noise_multiplier=1.)
+    step = step_for(model, clip_rule=rule, generator=seeded(), noise_multiplier=1., max_physical_batch_size=4)
     for turn in range(3):
         mine = slice(0, 6) if rank == 0 else slice(6, 8)
         if turn == 1: mine = slice(0, 8) if rank == 0 else slice(0, 0)  # an empty share
-        step(LOSS, x[mine], y[mine])
-    if rank == 0: torch.save((gradient(step), step.clip_rule.strict_max_grad_norm), out)
-    else: torch.save((torch.cat([p.detach().flatten() for p in model.module.parameters()]), 0.), f"{out}.1")
+        step(LOSS, x[mine], y[mine], groups=y[mine] if rule.needs_groups else None)
+    if rank == 0: torch.save((gradient(step), asdict(step.clip_rule)), out)
+    else: torch.save((torch.cat([p.detach().flatten() for p in model.module.parameters()]), asdict(step.clip_rule)), f"{out}.1")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_processes_take_the_step_of_one(tmp_path, processes):
+@pytest.mark.parametrize("rule", COUNTING, ids=["after", "before"])
+def test_two_processes_take_the_step_of_one(rule, tmp_path, processes):
     import socket
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(share, args=(2, port, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
+    mp.start_processes(share, args=(2, port, rule, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
     x, y = batch(digits_cnn, 8, dtype=torch.float64)
-    alone = step_for(network(digits_cnn, torch.float64), clip_rule=GlobalAdapt(strict_max_grad_norm=3.), generator=seeded(), noise_multiplier=1.)
-    for _ in range(3): alone(LOSS, x, y)
-    found, z = torch.load(tmp_path/"out", weights_only=True)
-    assert difference(found, gradient(alone)) < 1e-9 and z == alone.clip_rule.strict_max_grad_norm
-    other, _ = torch.load(f"{tmp_path/'out'}.1", weights_only=True)
+    alone = step_for(network(digits_cnn, torch.float64), clip_rule=rule, generator=seeded(), noise_multiplier=1.)
+    for _ in range(3): alone(LOSS, x, y, groups=y if rule.needs_groups else None)
+    found, there = torch.load(tmp_path/"out", weights_only=True)
+    assert difference(found, gradient(alone)) < 1e-9 and there == asdict(alone.clip_rule) != asdict(rule)
+    other, second = torch.load(f"{tmp_path/'out'}.1", weights_only=True)
+    assert second == there
     weights = torch.cat([p.detach().flatten() for p in alone.model.parameters()])
     assert difference(other, weights) < 1e-9
 

@@ -101,6 +101,15 @@ def test_a_row_that_escapes_is_noticed(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="released rows must be 3 of every record, got 0 to 0"): train(SPECS["Frozen"], tmp_path, DATA)
 
 
+@pytest.mark.parametrize("changed", [dict(noise_multiplier=1.), dict(dropout=.5), dict(rows="symmetric")])
+def test_a_layer_that_was_changed_releases_nothing(changed, tmp_path, monkeypatch):
+    run = SanitizedRun(SPECS["Frozen"], DATA)
+    sanitized_epoch(run)
+    for name, value in changed.items(): setattr(run.layer, name, value)
+    with pytest.raises(RuntimeError, match="the layer must release what was accounted"): sanitized_epoch(run)
+    assert run.released == len(run.counts)
+
+
 def test_a_row_that_is_released_twice_is_noticed_and_found_out(tmp_path, monkeypatch):
     def mean_of_two(run, rows, indices):
         run.counts[indices] += 1

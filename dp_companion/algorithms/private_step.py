@@ -68,16 +68,14 @@ class StepReport:
     @property
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
-# %% ../../nbs/algorithms/private_step.ipynb #9fa83c32
-def check_settings(engine:str, clip_rule, expected_batch_size, is_distributed:bool):
-    "Refuse an engine, a rule and a batch size that do not go together."
+# %% ../../nbs/algorithms/private_step.ipynb #0f43ad05
+def check_settings(engine:str, expected_batch_size, is_distributed:bool):
+    "Refuse an engine and a batch size that no step can have."
     if not expected_batch_size>0: raise ValueError(f"expected_batch_size must be > 0, got expected_batch_size={expected_batch_size}")
     if engine not in ENGINES: raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got engine={engine!r}")
-    if is_distributed and (engine!="book" or getattr(clip_rule, "counts_first", False)):
-        raise ValueError("engine must be 'book', with a rule that scales before it counts, under DistributedDataParallel, "
-            f"got engine={engine!r} and {type(clip_rule).__name__}")
+    if is_distributed and engine!="book": raise ValueError(f"engine must be 'book' under DistributedDataParallel, got engine={engine!r}")
 
-# %% ../../nbs/algorithms/private_step.ipynb #4aefe09b
+# %% ../../nbs/algorithms/private_step.ipynb #36976d61
 class PrivateStep:
     "Differentially private steps for a model and an ordinary optimizer."
     def __init__(self,
@@ -95,7 +93,7 @@ class PrivateStep:
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         self.is_distributed = isinstance(model, DistributedDataParallel)
-        check_settings(engine, clip_rule, expected_batch_size, self.is_distributed)
+        check_settings(engine, expected_batch_size, self.is_distributed)
         self.model = model.module if self.is_distributed else model
         check_model(self.model)
         self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
@@ -107,14 +105,15 @@ class PrivateStep:
     @property
     def kernels(self)->dict: return dict(self.engine.kernels) # Layer name -> kernel, to be recorded, and pinned in a run that must repeat to the bit
 
-# %% ../../nbs/algorithms/private_step.ipynb #dfb4992a
+# %% ../../nbs/algorithms/private_step.ipynb #7fe95b0e
 @patch
 def __call__(self:PrivateStep, loss_fn, inputs, targets, *, noise_multiplier=None, groups=None)->StepReport:
     "One private step on one logical batch."
     self.begin(noise_multiplier)
     size = self.max_physical_batch_size or max(len(targets), 1)
-    for start in range(0, len(targets), size):
-        piece = slice(start, start+size)
+    pieces = [slice(start, start+size) for start in range(0, len(targets), size)]
+    if self.counts_first and len(pieces)>1: self.count(loss_fn, inputs, targets, groups, pieces)
+    for piece in pieces:
         self.accumulate(loss_fn, part_of(inputs, piece), targets[piece], groups=None if groups is None else groups[piece])
     return self.finish()
 
@@ -126,9 +125,19 @@ def begin(self:PrivateStep,
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
     if sigma is None or not (sigma>=0 and math.isfinite(sigma)):
         raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma}")
-    self.step_multiplier, self.is_begun, self.has_noise, self.seen = float(sigma), True, False, []
+    self.step_multiplier, self.is_begun, self.is_counted, self.has_noise, self.seen = float(sigma), True, False, False, []
 
-# %% ../../nbs/algorithms/private_step.ipynb #3d4e1051
+@patch
+def count(self:PrivateStep, loss_fn, inputs, targets, groups, pieces:list):
+    "Renew a rule that counts first by the norms of all pieces; the noise overwrites what this adds."
+    norms = []
+    def ahead(of_piece): norms.append(of_piece.detach()); return torch.zeros_like(of_piece)
+    with unchanged_buffers(self.model):
+        for piece in pieces: self.engine.accumulate(loss_fn, part_of(inputs, piece), targets[piece], ahead)
+    self.renew_rule(torch.cat(norms), groups)
+    self.is_counted = True
+
+# %% ../../nbs/algorithms/private_step.ipynb #31890e18
 @patch
 def accumulate(self:PrivateStep,
     loss_fn, # See `per_sample_losses`
@@ -140,8 +149,8 @@ def accumulate(self:PrivateStep,
     "Add one physical batch to the step."
     if not self.is_begun: raise ValueError("begin must be called before accumulate, got accumulate alone")
     if len(targets)==0: return
-    if self.has_noise and self.counts_first:
-        raise ValueError("a rule that counts before it scales must see the logical batch in one piece, got a second piece")
+    if self.has_noise and self.counts_first and not self.is_counted:
+        raise ValueError("a rule that counts before it scales must see the logical batch in one call, got a second piece; give max_physical_batch_size instead")
     found = []
     def scale(norms):
         found.extend((norms.detach(), self.scales(norms.detach(), groups), groups))
@@ -149,12 +158,12 @@ def accumulate(self:PrivateStep,
     with unchanged_buffers(self.model): losses = self.engine.accumulate(loss_fn, inputs, targets, scale)
     self.seen.append((*found, losses))
 
-# %% ../../nbs/algorithms/private_step.ipynb #2dcfa454
+# %% ../../nbs/algorithms/private_step.ipynb #dcfc5541
 @patch
 def scales(self:PrivateStep, norms, groups)->Tensor: # (batch,)
     "The rule's scales, zero where the norm is not finite; draws the noise if that has not been done."
     extra = () if groups is None else (groups,)
-    if self.counts_first: self.renew_rule(norms, groups)
+    if self.counts_first and not self.is_counted: self.renew_rule(norms, groups)
     self.draw_noise()
     finite = torch.isfinite(norms)
     return torch.where(finite, self.clip_rule.scale(norms.masked_fill(~finite, 0), *extra).to(norms.dtype), 0)
@@ -187,20 +196,22 @@ def finish(self:PrivateStep)->StepReport:
     return StepReport(noise_multiplier=self.step_multiplier, sensitivity=self.sensitivity, noise_std=self.noise_std,
         nonprivate_norms=norms, nonprivate_scales=scales, nonprivate_losses=losses)
 
-# %% ../../nbs/algorithms/private_step.ipynb #d04622d2
-def gathered(norms:Tensor)->Tensor: # Of all processes, on every process
-    "All processes' norms."
+# %% ../../nbs/algorithms/private_step.ipynb #1552faf8
+def gathered(
+    values:Tensor, # (batch,) of this process
+)->Tensor: # Of all processes, on every process
+    "All processes' values, in the order of their ranks."
     found = [None]*dist.get_world_size()
-    dist.all_gather_object(found, norms.cpu())
+    dist.all_gather_object(found, values.cpu())
     return torch.cat(found)
 
 @patch
 def renew_rule(self:PrivateStep, norms, groups):
     "Let a rule with noisy counts take this step's counts; any other rule stays."
     if not isinstance(self.clip_rule, CountingRule): return
-    if self.is_distributed: norms = gathered(norms)
     generator = self.noise if self.noise.secure else self.noise.generator or torch.default_generator
     if groups is None: groups = torch.zeros(len(norms), dtype=torch.long)
+    if self.is_distributed: norms, groups = gathered(norms), gathered(groups)
     rule = [self.clip_rule.update(norms, groups, expected_batch_size=self.expected_batch_size, generator=generator)]
     if self.is_distributed: dist.broadcast_object_list(rule, src=0)
     self.clip_rule = rule[0]

@@ -25,7 +25,7 @@ def _drawn(like, generator, fill):
     where = like.device if generator is None else generator.device
     return fill(torch.empty(like.shape, dtype=like.dtype, device=where)).to(like.device)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #55b08845
+# %% ../../nbs/algorithms/sanitization.ipynb #1e725f26
 class SanitizationLayer(nn.Module):
     "Clip, noise and dropout on the rows of a batch (paper sanitization, Algorithm 1)."
     def __init__(self,
@@ -48,23 +48,35 @@ class SanitizationLayer(nn.Module):
         return self._clip
     @clip.setter
     def clip(self, value): self._clip = float(_real("clip", value))
+    @property
+    def grid(self)->float: # A power of two, in units of the elements
+        "The step between values that can be released."
+        return 2.**(math.floor(math.log2(self.clip)) - 20)
     def clipped(self, rows): return rows.clamp(-self.clip if self.rows == "symmetric" else 0., self.clip)
     @property
     def noise_std(self)->float: # In units of the elements
         "Standard deviation of one element's noise."
-        return self.clip*self.noise_multiplier*math.sqrt(self.width*(1 - self.dropout))
+        counted = self.release(1)
+        return self.clip*counted.noise_multiplier*math.sqrt(counted.width*(1 - counted.dropout))
 
     def get_extra_state(self): return {"clip": self.clip}
     def set_extra_state(self, state): self.clip = state["clip"]
     def extra_repr(self): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
 
-# %% ../../nbs/algorithms/sanitization.ipynb #ae544464
+# %% ../../nbs/algorithms/sanitization.ipynb #3a219811
 @patch
 def dropped(self:SanitizationLayer, rows:Tensor)->Tensor:
     "Rows with some elements at +0, the others over 1-p."
     if not self.dropout: return rows
     kept = _drawn(rows.detach(), self.generator, lambda t: t.bernoulli_(1 - self.dropout, generator=self.generator)) > 0
     return torch.where(kept, rows/(1 - self.dropout), 0.)
+
+@patch
+def noisy(self:SanitizationLayer, rows:Tensor)->Tensor:
+    "Rows with noise, added on the grid."
+    noise = _drawn(rows.detach().double(), self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
+    steps = (rows.detach().double()/self.grid).trunc_().add_(noise.div_(self.grid).round_())
+    return steps.mul_(self.grid).to(rows.dtype) + (rows - rows.detach()) # the second term is zero, with a gradient
 
 @patch
 def forward(self:SanitizationLayer,
@@ -75,8 +87,7 @@ def forward(self:SanitizationLayer,
     rows = rows.nan_to_num(nan=0.)
     if not self.training: return self.clipped(rows)
     if self.dropout_position == "before": rows = self.dropped(rows)
-    rows = self.clipped(rows)
-    rows = rows + _drawn(rows.detach(), self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
+    rows = self.noisy(self.clipped(rows))
     return self.dropped(rows) if self.dropout_position == "after" else rows
 
 # %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
@@ -200,7 +211,7 @@ def _mixes_records(module):
     "Whether a layer lets one record move another's row."
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False)
 
-# %% ../../nbs/algorithms/sanitization.ipynb #d7d228c4
+# %% ../../nbs/algorithms/sanitization.ipynb #96caba50
 def model_report(
     model:nn.Sequential, # With parts below, sanitization, head
     plan:PoissonPlan, # Records, batch, epochs; each record is in one batch per epoch
@@ -211,8 +222,9 @@ def model_report(
     **rest, # neighbouring_relation, batches, empirical: as `sanitization_report` takes them
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
     "Claimed and certified epsilon of a network with a sanitization layer."
-    lacking = [part for part in ("below", "sanitization", "head") if not hasattr(model, part)]
-    if lacking or not isinstance(model.sanitization, SanitizationLayer): raise ValueError(f"model must have parts below, sanitization and head, and a SanitizationLayer for the second, got {'none called ' + ', '.join(lacking) if lacking else type(model.sanitization).__name__}")
+    parts = [name for name, _ in model.named_children()]
+    is_chain = type(model).forward is nn.Sequential.forward and parts == ["below", "sanitization", "head"] # nothing learns elsewhere, and rows pass the layer
+    if not is_chain or not isinstance(model.sanitization, SanitizationLayer): raise ValueError(f"model must be an nn.Sequential of below, sanitization (a SanitizationLayer) and head, got a {type(model).__name__} of {', '.join(f'{name} ({type(part).__name__})' for name, part in model.named_children())}")
     mixing = [name for name, module in model.below.named_modules() if _mixes_records(module)]
     if mixing: raise ValueError(f"model.below must not mix records or keep their statistics, got {', '.join(f'{type(model.below.get_submodule(name)).__name__} in {name}' for name in mixing)}; use group normalisation")
     learns = any(p.requires_grad for p in model.below.parameters())

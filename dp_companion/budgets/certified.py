@@ -153,7 +153,7 @@ def _plain(value):
     if isinstance(value, np.generic): value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-# %% ../../nbs/budgets/certified.ipynb #df21ace4
+# %% ../../nbs/budgets/certified.ipynb #4b49e5ae
 def _epsilon_of(value):
     "The epsilon of a claim, of an audit's finding, or of a number."
     return math.nan if value is None else float(getattr(value, "epsilon", value))
@@ -166,6 +166,7 @@ def verdict_of(
     "What follows from three epsilons."
     if empirical > certified: return f"The attack's {empirical:.4g} is above the certified {certified:.4g}: beyond the attack's confidence level, one of the two is wrong."
     if empirical > claimed: return f"The claim of {claimed:.4g} is refuted: an attack achieved {empirical:.4g}."
+    if math.isinf(certified): return "Nothing is certified." if math.isnan(claimed) else f"The claim is {claimed:.4g}; nothing is certified."
     if claimed < certified: return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
     return f"What is certified is {certified:.4g}."
 

@@ -102,13 +102,13 @@ def _hides_mask(release, neighbouring_relation):
     "Whether the dropped elements' secrecy is accounted: dropout before the noise, zero-out, one release per epoch."
     return release.dropout > 0 and release.dropout_position == "before" and neighbouring_relation == "replace_special" and release.sample_rate == 1
 
-# %% ../../nbs/budgets/released_rows.ipynb #c9d4f198
+# %% ../../nbs/budgets/released_rows.ipynb #af1a3efc
 def row_rdp(
     release:RowRelease, # What is released
     orders:np.ndarray=ORDERS, # (orders,) alpha, each finite and > 1
     *,
     neighbouring_relation:str="replace_one", # Or replace_special
-)->np.ndarray: # (orders,) of all releases (nats); exact, but for dropout before the noise and replace_one: upper bound
+)->np.ndarray: # (orders,) of all releases (nats); exact, but for dropout before the noise an upper bound with replace_one, and with sample_rate < 1
     "Rényi divergence of all rows of one record: the binomial average in closed form."
     n, p, q, t = release.width, release.dropout, release.sample_rate, np.asarray(orders, dtype=float) - 1
     y = (t + 1)*t*release.unit_shift(neighbouring_relation)**2/2

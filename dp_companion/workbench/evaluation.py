@@ -32,11 +32,11 @@ def nonprivate_means(
     losses, norms = (torch.cat([getattr(r, name) for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
     return {"nonprivate_train_loss": finite(losses.mean().item()), "nonprivate_grad_norm": finite(norms.mean().item())}
 
-# %% ../../nbs/workbench/evaluation.ipynb #6889a539
+# %% ../../nbs/workbench/evaluation.ipynb #6ff65921
 def outputs_on_test(model, data):
     "(n, classes) outputs on the test images."
     model.eval()
-    with torch.no_grad(): return torch.cat([model(images) for images in data.test_images.split(1000)])
+    with torch.no_grad(): return torch.cat([model(images) for images in data.test_images.split(250)])
 
 # %% ../../nbs/workbench/evaluation.ipynb #237e8505
 def evaluate(

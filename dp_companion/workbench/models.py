@@ -240,8 +240,10 @@ def plain_sanitization_cnn(
     "The CNN of paper `sanitization` (Section 6.1) with nothing where its noise would be."
     return sanitization_cnn(width, sanitization=nn.Identity(), filters=filters, **shape)
 
-# %% ../../nbs/workbench/models.ipynb #77f5c7fd
-MODELS = {"mnist_cnn": mnist_cnn, "unbalanced_mnist_cnn": unbalanced_mnist_cnn, "small_shufflenet": small_shufflenet, "cifar_cnn": cifar_cnn, "small_resnet": small_resnet,
+# %% ../../nbs/workbench/models.ipynb #773b2590
+def _channels_last(build, **shape): return build(**shape).to(memory_format=torch.channels_last)
+
+MODELS = {"mnist_cnn": partial(_channels_last, mnist_cnn), "unbalanced_mnist_cnn": unbalanced_mnist_cnn, "small_shufflenet": small_shufflenet, "cifar_cnn": cifar_cnn, "small_resnet": small_resnet,
           "sanitization_cnn": plain_sanitization_cnn, "half_sanitization_cnn": partial(plain_sanitization_cnn, filters=HALF_FILTERS), "small_sanitization_cnn": partial(plain_sanitization_cnn, filters=SMALL_FILTERS),
           "nf_net_f0": nf_net_f0, "nf_net_f1": nf_net_f1, "resnet50": resnet50} # Name in a run's description to the function that builds it
 

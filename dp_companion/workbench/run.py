@@ -30,11 +30,11 @@ from .planning import noise_schedule, poisson_plan, rule_at
 from .records import RunRecord, RunSpec, digest, provenance, record_path, write_json
 from .steering import check_followed, check_step, following_noise, rule_of_step, stage_bounds
 
-# %% ../../nbs/workbench/run.ipynb #cf2ecdc5
+# %% ../../nbs/workbench/run.ipynb #d2e7530c
 SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else "matrices" for unit in (4, 5) for at in ("left.0", "left.2", "right.0", "right.3", "right.5")}
 KERNELS = {
     **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "half_sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
-    ("mnist_cnn", 8): {"0": "grouped", "3": "gram"}, ("mnist_cnn", 28): {"0": "grouped", "3": "grouped"},
+    **{("mnist_cnn", side): {"0": "matrices", "3": "matrices"} for side in (8, 28)},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
     ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
     **{("small_shufflenet", side): SHUFFLENET for side in (24, 200)},

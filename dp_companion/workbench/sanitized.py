@@ -157,7 +157,7 @@ class Learner:
         self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-# %% ../../nbs/workbench/sanitized.ipynb #73222d37
+# %% ../../nbs/workbench/sanitized.ipynb #adab3050
 class SanitizedRun:
     "The state of one run with a sanitization layer between two epochs."
     def __init__(self,
@@ -171,6 +171,7 @@ class SanitizedRun:
         self.watch, self.flag = ReleasedStd(self.layer), stopping_flag(spec)
         self.weights = class_weights(self)
         self.counts, self.released, self.raw, self.seen = torch.zeros(self.plan.dataset_size, dtype=torch.long), 0, None, None
+        self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
         learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
         self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
@@ -178,8 +179,10 @@ class SanitizedRun:
         self.epochs, self.nonprivate_nonfinite_samples = [], 0
 
     def count(self, layer, inputs):
-        "Every row that gets noise is counted by the layer itself, whoever asks for it."
-        if layer.training: self.released += len(inputs[0])
+        "Every row that gets noise is counted by the layer itself, whoever asks for it, and gets the noise that was accounted."
+        if not layer.training: return
+        if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
+        self.released += len(inputs[0])
 
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['LAYER_PROFILES', 'PAPER_LIMITS', 'PRINTED', 'REAL', 'PLAIN', 'LAYER_METHODS', 'WIDTH_SHARE', 'ROWS_SHARE',
-           'FREE_EPOCHS', 'RATES', 'SWEEPS', 'LayerProfile', 'layer_profile', 'flag_limit', 'claim_of', 'public_width',
-           'row_noise', 'gradient_noise', 'plain_noise', 'printed_values', 'real_values', 'plain_values', 'layer_specs',
-           'sweep_specs']
+           'FREE_EPOCHS', 'RATES', 'SWEEPS', 'LayerProfile', 'layer_profile', 'flag_profiles', 'flag_limit', 'claim_of',
+           'public_width', 'row_noise', 'gradient_noise', 'plain_noise', 'printed_values', 'real_values',
+           'plain_values', 'layer_specs', 'sweep_specs']
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #80195bfe
+# %% ../../nbs/workbench/sanitized_grid.ipynb #03177b6b
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from ..algorithms.early_stopping import SlopeFlag, TrendFlag, epoch_error
 from ..budgets.certified import calibrate
@@ -62,7 +62,17 @@ def layer_profile(
     "The named profile for one of the paper's data sets."
     return profile_named(name, stands_for, LAYER_PROFILES)
 
-# %% ../../nbs/workbench/sanitized_grid.ipynb #ba2a88e1
+# %% ../../nbs/workbench/sanitized_grid.ipynb #2225a4e3
+def flag_profiles(
+    name:str, # A key of `LAYER_PROFILES`
+)->dict: # The paper's name of each data set to the sizes; of the digits the CNN alone, on one seed
+    "Sizes of the runs that the stopping flags are put to."
+    layer_profile(name) # checks it
+    sizes = LAYER_PROFILES[name]
+    if name == "laptop": return {of: replace(size, epochs=20, windows=(10, 5)) for of, size in sizes.items()}
+    return {of: replace(size, seeds=1) for of, size in sizes.items() if "resnet" not in size.model} if name == "digits" else dict(sizes)
+
+# %% ../../nbs/workbench/sanitized_grid.ipynb #f0698953
 PAPER_LIMITS = {"cnn": dict(width=50, slope=1.2e-4, trend=2e-5), "resnet18": dict(width=512, slope=1.5e-5, trend=3e-5)} # Section 6.4; it does not say the CNN's width: the middle of its best, 40 to 60
 
 def flag_limit(
@@ -73,13 +83,8 @@ def flag_limit(
     said, kind, name = PAPER_LIMITS["resnet18" if "resnet" in profile.model else "cnn"], (SlopeFlag, TrendFlag)[moving], ("slope", "trend")[moving]
     def error(window, epochs, width, clip, rows):
         flag = kind(window=window, epochs=epochs, **{("threshold", "tolerance")[moving]: 1.})
-        return epoch_error(clip*math.sqrt(width), width=width, rows=rows)*_gain(flag)
+        return epoch_error(clip*math.sqrt(width), width=width, rows=rows)*flag.gain
     return said[name]*error(profile.windows[moving], profile.epochs, profile.width, profile.clip, profile.dataset_size)/error((10, 5)[moving], 100, said["width"], .5, 50_000)
-
-def _gain(flag):
-    "How much the flag's statistic amplifies an error of one epoch."
-    import numpy as np
-    return float(np.linalg.norm(flag.statistic(np.eye(flag.epochs))[-1]))
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #69b2376e
 PRINTED = {"Sanitization": (False, False), "Sanitization + Stopping": (False, True), "Sanitization + Adaptive C": (True, False), "Sanitization + Adaptive C + Stopping": (True, True)} # as its tables name them: C follows the weights, stops
