@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dp_companion.audits.sanitized import attack_below, attack_rows, audit_layers, claimed_there, moved, row_scores, short, worst_case
+from dp_companion.algorithms.noise import GaussianNoise
+from dp_companion.audits.sanitized import attack_below, attack_rows, attack_step, audit_layers, certified_step, claimed_there, moved, row_scores, short, step_scores, worst_case
 from dp_companion.budgets.events import MechanismEvent
 from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitization_report
 from dp_companion.workbench import sanitized, training
@@ -241,19 +242,23 @@ def test_frozen_versions_hold_in_20_runs(method):
 
 @pytest.mark.slow
 def test_below_holds_in_20_runs():
-    spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=8., layer_noise_multiplier=12., layer_width=8, layer_clip=20., stability=1e-8) # a bound that the bright record does not meet, and gradients of full length
-    run = SanitizedRun(spec, worst_case("digits", True))
-    certified = layer_report(spec, run.plan, run.model).epsilon
-    found = [attack_below(spec, draws=100, seed=1000*k, confidence=1 - .05/20, thresholds=None).epsilon for k in range(20)] # the bounds hold together
-    assert max(found) <= certified < 3
+    spec = below_spec(noise_multiplier=4.)
+    found = [attack_step(spec, draws=2000, seed=seed, confidence=1 - .05/20).epsilon for seed in range(20)] # the bounds hold together
+    assert .5*certified_step(spec) < max(found) <= certified_step(spec)
 
 
-@pytest.mark.slow
-def test_below_with_too_little_noise_is_found_out():
-    spec = below_spec(expected_batch_size=8, epochs=1, noise_multiplier=8., layer_noise_multiplier=12., layer_width=8, layer_clip=20., stability=1e-8) # a bound that the bright record does not meet, and gradients of full length
-    run = SanitizedRun(spec, worst_case("digits", True))
-    certified = layer_report(spec, run.plan, run.model).epsilon
-    assert attack_below(replace(spec, noise_multiplier=.5), draws=200, thresholds=None).epsilon > certified # a sixteenth of the noise
+def test_a_step_with_half_of_the_noise_is_found_out(monkeypatch):
+    spec, fill = below_spec(noise_multiplier=4.), GaussianNoise.fill_
+    assert attack_step(spec, draws=2000).epsilon <= certified_step(spec)
+    monkeypatch.setattr(GaussianNoise, "fill_", lambda self, out, std: fill(self, out, std/2))
+    assert attack_step(spec, draws=2000).epsilon > certified_step(spec)
+
+
+def test_step_scores_have_the_accounted_distance():
+    spec = below_spec(noise_multiplier=2.)
+    out, into = (step_scores(spec, sign, 4000, 7 + sign) for sign in (-1, 1))
+    assert (into.mean() - out.mean())/np.sqrt((into.var() + out.var())/2) == pytest.approx(2/spec.noise_multiplier, rel=.05)
+    assert into.mean() == pytest.approx(1, abs=.15) and out.mean() == pytest.approx(-1, abs=.15)
 
 
 def test_row_scores_have_the_accounted_distance():
