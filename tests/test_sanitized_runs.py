@@ -137,7 +137,7 @@ def test_a_step_is_counted_before_it_is_released():
 @pytest.mark.parametrize("moves", [dict(clip_rule="global_adapt", strict_max_grad_norm=10., count_noise=.01), dict(clip_rule="global_adapt_v2", strict_max_grad_norm=3., bound_decay_rate=.5, drop_every=1),
                                    dict(decay="step", decay_rate=.1, drop_every=1)])
 def test_what_a_report_would_not_count_is_refused(moves, tmp_path):
-    with pytest.raises(ValueError, match="must leave noise and bound as they are, and ask nothing besides"): train(below_spec(**moves), tmp_path, DATA)
+    with pytest.raises(ValueError, match="must be left as it is in a run of paper sanitization"): train(below_spec(**moves), tmp_path, DATA)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_one_sentence():

@@ -109,12 +109,12 @@ def row_weight(
     matrices = [p for p in model.below.parameters() if p.dim() > 1]
     return matrices[-1] if matrices else None
 
-# %% ../../nbs/workbench/sanitized.ipynb #86515992
+# %% ../../nbs/workbench/sanitized.ipynb #7f52f540
 def gradient_events(spec, plan):
     "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
     if spec.clip_rule == "none": return ()
     moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None, "bound_decay_rate": spec.bound_decay_rate is not None, "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
-    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must leave noise and bound as they are, and ask nothing besides, in a run of paper sanitization, got {name}={getattr(spec, name)!r}")
+    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must be left as it is in a run of paper sanitization, whose budget counts constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
     return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
 
 # %% ../../nbs/workbench/sanitized.ipynb #b54301ce

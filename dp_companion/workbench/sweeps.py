@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SWEEP_NAMES', 'sweeps_of', 'finished', 'lacking', 'Sweeps', 'data_panels']
 
-# %% ../../nbs/workbench/sweeps.ipynb #11e5405b
+# %% ../../nbs/workbench/sweeps.ipynb #ae343927
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from IPython.display import Markdown, display
 import numpy as np
 import pandas as pd
@@ -16,11 +16,12 @@ from ..figures import figure, series
 from .sanitized_grid import SWEEPS, LayerProfile, claim_of, sweep_specs
 from .tables import epsilon_text
 
-# %% ../../nbs/workbench/sweeps.ipynb #3f1fc5d2
+# %% ../../nbs/workbench/sweeps.ipynb #a641e6b0
 SWEEP_NAMES = {"width": "width n", "width, C follows": "width n, C follows the weights", "clip": "clipping bound C", "dropout": "dropout p, after the noise", "dropout_before": "dropout p, before the noise", "bound_ratio": "ratio t of the moving bound"}
-_LINES = {"width, C follows": "C follows the weights", "bound_ratio": "C follows the weights", "dropout": "after the noise", "dropout_before": "before the noise"}
+_UNITS = {"width": "elements", "clip": "units of the elements", "dropout": "none", "dropout_before": "none", "bound_ratio": "none"}
+_LINES = {"width, C follows": "C follows the weights", "bound_ratio": "C follows the weights", "clip": "C stays", "dropout": "after the noise", "dropout_before": "before the noise"}
 
-# %% ../../nbs/workbench/sweeps.ipynb #48e1230b
+# %% ../../nbs/workbench/sweeps.ipynb #c6ea69eb
 def sweeps_of(
     profile:LayerProfile, # Sizes
     sweeps:dict, # Names of `SWEEP_NAMES` to values, or to None for those of `SWEEPS`; a ResNet has one width, and no sweep of it
@@ -45,10 +46,11 @@ def lacking(
     records:dict, # RunSpec to RunRecord
 )->str|None: # A sentence; None where all seeds have been run
     "Where seeds have not been run yet."
-    of = [f"{sweep} {value:g}" for sweep, values in sweeps.items() for value, specs in values.items() if not all(s in records for s in specs)]
-    if not of: return
-    said = f"Not all seeds on {name} have been run yet at: {', '.join(of)}." if finished(sweeps, records) else f"No sweep on {name} has two values yet."
-    return f"{said} `dp-companion reproduce --profile laptop` runs it."
+    of = {sweep: [f"{value:g}" for value, specs in values.items() if not all(s in records for s in specs)] for sweep, values in sweeps.items()}
+    if not any(of.values()): return
+    where = "; ".join(f"{SWEEP_NAMES[sweep]}: {', '.join(values)}" for sweep, values in of.items() if values)
+    said = f"Not all seeds on {name} have been run yet at {where}." if finished(sweeps, records) else f"No sweep on {name} has two values yet."
+    return f"{said} `dp-companion reproduce --profile laptop` runs what is missing."
 
 # %% ../../nbs/workbench/sweeps.ipynb #08124373
 @dataclass(frozen=True)
@@ -82,19 +84,23 @@ def beside(self:Sweeps,
     there = {name: of for name, size in sizes.items() if (of := finished(sweeps_of(size, sweeps), reference))}
     return Sweeps(self.sizes | {f"real {name}": sizes[name] for name in there}, self.asked | {f"real {name}": of for name, of in there.items()}, self.records | reference)
 
-# %% ../../nbs/workbench/sweeps.ipynb #0baf312f
-def _row(value, records):
+# %% ../../nbs/workbench/sweeps.ipynb #518a887e
+def _after(record, share): return max(1, round(share*len(record.epochs)))
+
+def _row(value, records, share):
     "One value of a sweep, over its seeds."
-    accuracy, attacked = [100*r.final["test_accuracy"] for r in records], [r.budget["empirical"]["epsilon"] for r in records if r.budget["empirical"]]
-    return {"value": value, "accuracy": np.mean(accuracy), "sd": np.std(accuracy, ddof=1) if len(records) > 1 else np.nan, "seeds": len(records), "claimed": records[0].budget["claimed"]["epsilon"], "empirical": max(attacked, default=None)}
+    accuracy, attacked = [100*r.epochs[_after(r, share) - 1]["test_accuracy"] for r in records], [r.budget["empirical"]["epsilon"] for r in records if r.budget["empirical"]]
+    return {"value": value, "accuracy": np.mean(accuracy), "sd": np.std(accuracy, ddof=1) if len(records) > 1 else np.nan, "seeds": len(records), "claimed": records[0].budget["claimed"]["epsilon"],
+            "attacked": max((r.budget["empirical"]["claimed"] for r in records if r.budget["empirical"]), default=None), "empirical": max(attacked, default=None)}
 
 @patch
 def table(self:Sweeps,
     name:str, # Of a data set
     sweep:str, # Of `SWEEP_NAMES`
-)->pd.DataFrame: # A row a value: accuracy and its sd (%), seeds, claimed and empirical epsilon (nats)
+    share:float=1., # Of the epochs, after which accuracy is read; in (0, 1]
+)->pd.DataFrame: # A row a value: accuracy and its sd (%), seeds, and epsilons (nats): claimed, claimed for the attacked run, empirical
     "One sweep in numbers."
-    return pd.DataFrame([_row(value, [self.records[s] for s in specs]) for value, specs in self.asked[name][sweep].items()])
+    return pd.DataFrame([_row(value, [self.records[s] for s in specs], share) for value, specs in self.asked[name][sweep].items()])
 
 @patch
 def show(self:Sweeps, *sweeps):
@@ -102,10 +108,10 @@ def show(self:Sweeps, *sweeps):
     for sweep, name in ((sweep, name) for sweep in sweeps for name in self.panels(sweep)):
         t = self.table(name, sweep)
         accuracies = [f"{a:.1f}" + (f" ± {s:.1f}" if s == s else "") + f" ({n})" for a, s, n in zip(t["accuracy"], t["sd"], t["seeds"])]
-        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%)": accuracies, "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "empirical ε ≥": t["empirical"].map(epsilon_text)})
+        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%)": accuracies, "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥": t["empirical"].map(epsilon_text)})
         display(Markdown(f"**{self.label(name)}: {SWEEP_NAMES[sweep]}**"), text.style.hide(axis="index"))
 
-# %% ../../nbs/workbench/sweeps.ipynb #3fd0bb70
+# %% ../../nbs/workbench/sweeps.ipynb #3d6858cb
 @contextmanager
 def data_panels(
     sweeps:Sweeps, # With their data sets
@@ -118,21 +124,27 @@ def data_panels(
         yield pairs
         for ax, name in pairs: ax.set_title(sweeps.label(name)); ax.legend(fontsize=8)
 
+def _line(ax, sweeps, name, sweep, share, k, has_shares):
+    "One line with its bars; where there are several shares, named by their epochs and what is claimed after them."
+    t, size = sweeps.table(name, sweep, share), sweeps.sizes[name]
+    epochs = _after(sweeps.records[next(iter(sweeps.asked[name][sweep].values()))[0]], share)
+    said = f"after {epochs} epochs, claimed ε = {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
+    ax.errorbar(t["value"], t["accuracy"], yerr=t["sd"].fillna(0), capsize=3, label=said, **series(k))
+
 @patch
 def plot(self:Sweeps,
     *sweeps, # Of `SWEEP_NAMES`: a line each
     logx:bool=False, # A logarithmic axis
+    shares:tuple=(1.,), # Of the epochs, after which accuracy is read: a line each
 ):
     "Accuracy against the value, a panel for each data set; bars of one standard deviation."
-    with data_panels(self, self.panels(*sweeps), SWEEP_NAMES[sweeps[0]].split(",")[0], "test accuracy (%)") as pairs:
+    with data_panels(self, self.panels(*sweeps), f"{SWEEP_NAMES[sweeps[0]].split(',')[0]} ({_UNITS[sweeps[0].removesuffix(', C follows')]})", "test accuracy (%)") as pairs:
         for ax, name in pairs:
-            for k, sweep in enumerate(sweeps):
-                if sweep not in self.asked[name]: continue
-                t = self.table(name, sweep)
-                ax.errorbar(t["value"], t["accuracy"], yerr=t["sd"].fillna(0), capsize=3, label=_LINES.get(sweep, "C fixed"), **series(k))
+            for k, (sweep, share) in enumerate((sweep, share) for sweep in sweeps for share in shares):
+                if sweep in self.asked[name]: _line(ax, self, name, sweep, share, k, len(shares) > 1)
             if logx: ax.set_xscale("log")
 
-# %% ../../nbs/workbench/sweeps.ipynb #5329cd50
+# %% ../../nbs/workbench/sweeps.ipynb #3299a547
 @patch
 def follows(self:Sweeps,
     name:str, # Of a data set
@@ -140,8 +152,11 @@ def follows(self:Sweeps,
 ):
     "Sentences made from the numbers of one data set."
     for sweep in self.asked[name]:
-        t = self.table(name, sweep).query("seeds == seeds.max()")
-        if len(t) < 2: continue
-        best, worst, said = t.loc[t["accuracy"].idxmax()], t.loc[t["accuracy"].idxmin()], SWEEP_NAMES[sweep]
-        said = f"{said[0].upper() + said[1:]}: highest at {best['value']:g} with {best['accuracy']:.1f} %, lowest at {worst['value']:g} with {worst['accuracy']:.1f} %"
+        full, said = self.sizes[name].seeds, SWEEP_NAMES[sweep][0].upper() + SWEEP_NAMES[sweep][1:]
+        t = self.table(name, sweep).query("seeds == @full")
+        if len(t) < 2:
+            yield f"{said}: fewer than two values have all {full} seeds yet, and nothing follows."
+            continue
+        best, worst = t.loc[t["accuracy"].idxmax()], t.loc[t["accuracy"].idxmin()]
+        said = f"{said}: highest at {best['value']:g} with {best['accuracy']:.1f} %, lowest at {worst['value']:g} with {worst['accuracy']:.1f} %"
         yield f"{said}, on one seed a setting, from which no order follows." if t["sd"].isna().all() else f"{said}; seeds spread a setting by up to {t['sd'].max():.1f} points. {papers[sweep]}"
