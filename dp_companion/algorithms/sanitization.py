@@ -63,6 +63,14 @@ class SanitizationLayer(nn.Module):
     def set_extra_state(self, state): self.clip = state["clip"]
     def extra_repr(self): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
 
+# %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
+@patch
+def release(self:SanitizationLayer,
+    releases:int, # Epochs, or steps for known Poisson batches
+)->RowRelease:
+    "What this layer releases of one record, for the budget."
+    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, rows=self.rows)
+
 # %% ../../nbs/algorithms/sanitization.ipynb #3a219811
 @patch
 def dropped(self:SanitizationLayer, rows:Tensor)->Tensor:
@@ -89,14 +97,6 @@ def forward(self:SanitizationLayer,
     if self.dropout_position == "before": rows = self.dropped(rows)
     rows = self.noisy(self.clipped(rows))
     return self.dropped(rows) if self.dropout_position == "after" else rows
-
-# %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
-@patch
-def release(self:SanitizationLayer,
-    releases:int, # Epochs, or steps for known Poisson batches
-)->RowRelease:
-    "What this layer releases of one record, for the budget."
-    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, rows=self.rows)
 
 # %% ../../nbs/algorithms/sanitization.ipynb #b51e8980
 def _parts(below, sanitization, width, head):
