@@ -105,7 +105,7 @@ class PrivateStep:
     @property
     def kernels(self)->dict: return dict(self.engine.kernels) # Layer name -> kernel, to be recorded, and pinned in a run that must repeat to the bit
 
-# %% ../../nbs/algorithms/private_step.ipynb #7fe95b0e
+# %% ../../nbs/algorithms/private_step.ipynb #6b0d3632
 @patch
 def __call__(self:PrivateStep, loss_fn, inputs, targets, *, noise_multiplier=None, groups=None)->StepReport:
     "One private step on one logical batch."
@@ -125,7 +125,7 @@ def begin(self:PrivateStep,
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
     if sigma is None or not (sigma>=0 and math.isfinite(sigma)):
         raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma}")
-    self.step_multiplier, self.is_begun, self.is_counted, self.has_noise, self.seen = float(sigma), True, False, False, []
+    self.step_multiplier, self.is_begun, self.has_noise, self.seen, self.is_counted = float(sigma), True, False, [], False
 
 @patch
 def count(self:PrivateStep, loss_fn, inputs, targets, groups, pieces:list):
