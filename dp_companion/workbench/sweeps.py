@@ -16,9 +16,9 @@ from ..figures import figure, series
 from .sanitized_grid import SWEEPS, LayerProfile, claim_of, sweep_specs
 from .tables import epsilon_text
 
-# %% ../../nbs/workbench/sweeps.ipynb #a641e6b0
+# %% ../../nbs/workbench/sweeps.ipynb #5691d89a
 SWEEP_NAMES = {"width": "width n", "width, C follows": "width n, C follows the weights", "clip": "clipping bound C", "dropout": "dropout p, after the noise", "dropout_before": "dropout p, before the noise", "bound_ratio": "ratio t of the moving bound"}
-_UNITS = {"width": "elements", "clip": "units of the elements", "dropout": "none", "dropout_before": "none", "bound_ratio": "none"}
+_AXES = {"width": "n (elements)", "width, C follows": "n (elements)", "clip": "C (units of the elements)", "dropout": "p (none)", "dropout_before": "p (none)", "bound_ratio": "t (none)"}
 _LINES = {"width, C follows": "C follows the weights", "bound_ratio": "C follows the weights", "clip": "C stays", "dropout": "after the noise", "dropout_before": "before the noise"}
 
 # %% ../../nbs/workbench/sweeps.ipynb #c6ea69eb
@@ -111,7 +111,7 @@ def show(self:Sweeps, *sweeps):
         text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%)": accuracies, "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥": t["empirical"].map(epsilon_text)})
         display(Markdown(f"**{self.label(name)}: {SWEEP_NAMES[sweep]}**"), text.style.hide(axis="index"))
 
-# %% ../../nbs/workbench/sweeps.ipynb #3d6858cb
+# %% ../../nbs/workbench/sweeps.ipynb #f5172053
 @contextmanager
 def data_panels(
     sweeps:Sweeps, # With their data sets
@@ -122,13 +122,13 @@ def data_panels(
     with figure(*labels, panels=len(names), width=min(2 + 3.5*len(names), 7.5), height=2.8) as axes:
         pairs = list(zip(np.atleast_1d(axes), names))
         yield pairs
-        for ax, name in pairs: ax.set_title(sweeps.label(name)); ax.legend(fontsize=8)
+        for ax, name in pairs: ax.set_title(sweeps.label(name).replace(" (", "\n("), fontsize=9); ax.legend(fontsize=7)
 
 def _line(ax, sweeps, name, sweep, share, k, has_shares):
-    "One line with its bars; where there are several shares, named by their epochs and what is claimed after them."
+    "One line with its bars; where there are several shares, named by their epochs and the ε that is claimed after them."
     t, size = sweeps.table(name, sweep, share), sweeps.sizes[name]
     epochs = _after(sweeps.records[next(iter(sweeps.asked[name][sweep].values()))[0]], share)
-    said = f"after {epochs} epochs, claimed ε = {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
+    said = f"{epochs} epochs, ε {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
     ax.errorbar(t["value"], t["accuracy"], yerr=t["sd"].fillna(0), capsize=3, label=said, **series(k))
 
 @patch
@@ -138,13 +138,13 @@ def plot(self:Sweeps,
     shares:tuple=(1.,), # Of the epochs, after which accuracy is read: a line each
 ):
     "Accuracy against the value, a panel for each data set; bars of one standard deviation."
-    with data_panels(self, self.panels(*sweeps), f"{SWEEP_NAMES[sweeps[0]].split(',')[0]} ({_UNITS[sweeps[0].removesuffix(', C follows')]})", "test accuracy (%)") as pairs:
+    with data_panels(self, self.panels(*sweeps), _AXES[sweeps[0]], "test accuracy (%)") as pairs:
         for ax, name in pairs:
             for k, (sweep, share) in enumerate((sweep, share) for sweep in sweeps for share in shares):
                 if sweep in self.asked[name]: _line(ax, self, name, sweep, share, k, len(shares) > 1)
             if logx: ax.set_xscale("log")
 
-# %% ../../nbs/workbench/sweeps.ipynb #3299a547
+# %% ../../nbs/workbench/sweeps.ipynb #5a5a7854
 @patch
 def follows(self:Sweeps,
     name:str, # Of a data set
@@ -160,3 +160,13 @@ def follows(self:Sweeps,
         best, worst = t.loc[t["accuracy"].idxmax()], t.loc[t["accuracy"].idxmin()]
         said = f"{said}: highest at {best['value']:g} with {best['accuracy']:.1f} %, lowest at {worst['value']:g} with {worst['accuracy']:.1f} %"
         yield f"{said}, on one seed a setting, from which no order follows." if t["sd"].isna().all() else f"{said}; seeds spread a setting by up to {t['sd'].max():.1f} points. {papers[sweep]}"
+
+
+@patch
+def lost(self:Sweeps,
+    name:str, # Of a data set
+)->str: # A sentence
+    "How many runs do not know some class any more."
+    runs = dict.fromkeys(s for values in self.asked[name].values() for specs in values.values() for s in specs)
+    gone = sum(any(share is not None and share < .01 for share in self.records[s].final["test_accuracy_by_class"]) for s in runs)
+    return f"Of {len(runs)} runs {gone} lost a class or more, with under 1 % of its test images right; of ten classes each costs about ten points."
