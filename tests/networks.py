@@ -24,8 +24,15 @@ def group_norm_resnet18():
     return resnet18(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(16, channels))
 
 
+def small_image_resnet18(build=group_norm_resnet18):
+    "The same as it is used at 32x32: a first convolution of 3x3 that keeps every position, and no pooling after it."
+    model = build()
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model
+
+
 def opacus_resnet18():
-    "The same with residual additions out of place and activations not shared, without which Opacus's backward hooks raise."
+    "torchvision's ResNet-18 with residual additions out of place and activations not shared, without which Opacus's backward hooks raise."
     from torchvision.models.resnet import BasicBlock
 
     class OutOfPlace(BasicBlock):
@@ -41,7 +48,10 @@ def opacus_resnet18():
     return model
 
 
-SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8), cifar_cnn: (3, 32, 32), group_norm_resnet18: (3, 32, 32), opacus_resnet18: (3, 32, 32)}
+def opacus_small_image_resnet18(): return small_image_resnet18(opacus_resnet18)
+
+
+SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn, group_norm_resnet18, small_image_resnet18, opacus_resnet18, opacus_small_image_resnet18), (3, 32, 32))
 
 
 def batch(build, size, *, dtype=torch.float32, seed=0):

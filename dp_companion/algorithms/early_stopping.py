@@ -25,6 +25,7 @@ def row_std(
     dropout:float=0., # Of the layer, where it is after the noise; dropped elements are exact zeros
 )->Tensor: # (batch,) standard deviation of the surviving elements of each row; NaN for fewer than two
     "Spread of each released row (paper sanitization, Algorithm 2, on surviving elements)."
+    if rows.dim() != 2: raise ValueError(f"rows must be (batch, width), got shape {tuple(rows.shape)}")
     kept = rows != 0 if dropout else torch.ones_like(rows, dtype=torch.bool)
     count = kept.sum(1)
     centred = (rows - (rows.sum(1)/count)[:, None])*kept
@@ -36,7 +37,7 @@ class ReleasedStd:
     def __init__(self,
         layer:SanitizationLayer, # Watched by a forward hook
     ):
-        self.batches, self.epochs = [], []
+        self.batches, self.epochs = [], [] # One mean a batch of the current epoch, one number an epoch
         self.hook = layer.register_forward_hook(self._seen)
 
     def _seen(self, layer, inputs, rows):
@@ -57,7 +58,7 @@ class ReleasedStd:
 # %% ../../nbs/algorithms/early_stopping.ipynb #176c35b1
 def _window(window, epochs, least, needed):
     "A window that fits the run, or one sentence."
-    _whole("window", window, least); _whole("epochs", epochs)
+    _whole("window", window, least); _whole("epochs", epochs, needed - window + least)
     if needed > epochs: raise ValueError(f"window must be <= {epochs - needed + window} for a run of {epochs} epochs, got window={window}")
 
 def _released(stds, epochs):
@@ -68,7 +69,7 @@ def _released(stds, epochs):
 # %% ../../nbs/algorithms/early_stopping.ipynb #0a44841b
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    "A stopping flag on the released standard deviations of a run's epochs: up where `statistic` is within `limit` of zero."
+    "What both flags share: up where a kind's `statistic` of the released standard deviations is within its `limit` of zero."
     window: int # len, epochs; fits the run
     epochs: int # Of the run; >= 1
 
@@ -77,7 +78,7 @@ class Flag:
     )->np.ndarray: # (epochs so far,) bool; each depends on that epoch and earlier ones only
         "Whether the flag is up after each epoch."
         stds = _released(stds, self.epochs)
-        values = self.statistic(stds)
+        values = self.statistic(stds) # of the flag's own kind
         up = np.zeros(len(stds), dtype=bool)
         if len(values): up[-len(values):] = np.abs(values) <= self.limit
         return up
@@ -91,13 +92,13 @@ class Flag:
 
     @property
     def gain(self)->float: # Per epoch; > 0
-        "Standard deviation of the statistic over that of one epoch's value, where epochs err independently."
+        "Standard deviation of the statistic over that of one epoch's value, where epochs err independently; both flags are linear."
         return float(np.linalg.norm(self.statistic(np.eye(self.epochs))[-1]))
 
     def chance(self,
         error:float, # Standard deviation of one epoch's value around a flat (or straight) course; > 0
     )->float: # Probability in [0, 1]
-        "How likely one window of pure noise raises the flag."
+        "How likely one window of pure noise raises the flag: a Gaussian within its limit (@eq-epoch-error)."
         return float(2*stats.norm.cdf(self.limit/(self.gain*_real("error", error))) - 1)
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #e7729791
@@ -149,20 +150,21 @@ class TrendFlag(Flag):
 def epoch_mean(
     noise_std:float, # s, noise of one element; > 0
     *,
-    width:int, # n, elements of a row (surviving ones, with dropout); >= 2
+    width:int, # n, elements of a row (surviving ones, with dropout); from 2 to 100,000, above which rounding shows
 )->float: # In units of the elements
-    "Mean of an epoch's mean row standard deviation, where rows are noise alone."
+    "Mean of an epoch's mean row standard deviation, where rows are noise alone (@eq-epoch-error)."
     n = _whole("width", width, 2)
+    if n > 100_000: raise ValueError(f"width must be <= 100000, got width={width}")
     return _real("noise_std", noise_std)*math.sqrt(2/(n - 1))*math.exp(math.lgamma(n/2) - math.lgamma((n - 1)/2))
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #0211ad15
 def epoch_error(
     noise_std:float, # s, noise of one element; > 0
     *,
-    width:int, # n, elements of a row (surviving ones, with dropout); >= 2
+    width:int, # n, elements of a row (surviving ones, with dropout); from 2 to 100,000, above which rounding shows
     rows:int, # N, rows of one epoch; >= 1
 )->float: # In units of the elements
-    "Standard deviation of an epoch's mean row standard deviation, where rows are noise alone."
+    "Standard deviation of an epoch's mean row standard deviation, where rows are noise alone (@eq-epoch-error)."
     c4 = epoch_mean(1., width=width)
     return _real("noise_std", noise_std)*math.sqrt(max(1 - c4*c4, 0.)/_whole("rows", rows))
 
@@ -174,7 +176,7 @@ def moving_bound(
 )->float: # C; finite, > 0
     "The clipping bound t‖W‖, Frobenius norm (paper sanitization, Algorithm 3)."
     norm = weight.detach().double().norm().item()
-    if not 0 < norm < math.inf: raise ValueError(f"weight must be finite and not all zero, got a norm of {norm}")
+    if not 0 < norm < math.inf: raise ValueError(f"weight must be finite and not all zero, got a norm of {norm}; set C by hand for such weights")
     return _real("bound_ratio", bound_ratio)*norm
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #653ff095

@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..budgets.certified import BudgetReport
+from ..budgets.events import MechanismEvent
 from ..budgets.released_rows import RowRelease, sanitization_report
 from ..budgets.schedules import PoissonPlan, _real, _whole
 
@@ -41,26 +42,33 @@ class SanitizationLayer(nn.Module):
         RowRelease(width=width, noise_multiplier=noise_multiplier, releases=1, dropout=dropout, dropout_position=dropout_position, rows=rows) # checks them all
         self.width, self.noise_multiplier, self.dropout, self.dropout_position = width, noise_multiplier, dropout, dropout_position
         self.clip, self.generator, self.rows = clip, generator, rows
+        self.passed_gradients = False # Whether training has ever sent a gradient below; travels with the state
 
     @property
     def clip(self)->float: # C, finite, > 0
         "The bound on each element; may be set between epochs."
         return self._clip
     @clip.setter
-    def clip(self, value): self._clip = float(_real("clip", value))
+    def clip(self,
+        value:float, # C, units of the elements; finite, > 0
+    ): self._clip = float(_real("clip", value))
     @property
     def grid(self)->float: # A power of two, in units of the elements
-        "The step between values that can be released."
+        "The step between values that can be released (Mironov 2012)."
         return 2.**(math.floor(math.log2(self.clip)) - 20)
-    def clipped(self, rows): return rows.clamp(-self.clip if self.rows == "symmetric" else 0., self.clip)
+    def clipped(self,
+        rows:Tensor, # (batch, width)
+    )->Tensor: # (batch, width)
+        "Rows with every element in [-C, C], or in [0, C]."
+        return rows.clamp(-self.clip if self.rows == "symmetric" else 0., self.clip)
     @property
     def noise_std(self)->float: # In units of the elements
-        "Standard deviation of one element's noise."
+        "Standard deviation of one element's noise (@eq-sanitized-row)."
         counted = self.release(1)
         return self.clip*counted.noise_multiplier*math.sqrt(counted.width*(1 - counted.dropout))
 
-    def get_extra_state(self): return {"clip": self.clip}
-    def set_extra_state(self, state): self.clip = state["clip"]
+    def get_extra_state(self): return {"clip": self.clip, "passed_gradients": self.passed_gradients}
+    def set_extra_state(self, state): self.clip, self.passed_gradients = state["clip"], state.get("passed_gradients", True) # an older state does not say
     def extra_repr(self): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
 
 # %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
@@ -73,17 +81,22 @@ def release(self:SanitizationLayer,
 
 # %% ../../nbs/algorithms/sanitization.ipynb #3a219811
 @patch
-def dropped(self:SanitizationLayer, rows:Tensor)->Tensor:
+def dropped(self:SanitizationLayer,
+    rows:Tensor, # (batch, width)
+)->Tensor: # (batch, width)
     "Rows with some elements at +0, the others over 1-p."
     if not self.dropout: return rows
     kept = _drawn(rows.detach(), self.generator, lambda t: t.bernoulli_(1 - self.dropout, generator=self.generator)) > 0
     return torch.where(kept, rows/(1 - self.dropout), 0.)
 
 @patch
-def noisy(self:SanitizationLayer, rows:Tensor)->Tensor:
-    "Rows with noise, added on the grid."
-    noise = _drawn(rows.detach().double(), self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
-    steps = (rows.detach().double()/self.grid).trunc_().add_(noise.div_(self.grid).round_())
+def noisy(self:SanitizationLayer,
+    rows:Tensor, # (batch, width), clipped; in half precision C itself may be rounded up
+)->Tensor: # (batch, width), multiples of `grid`
+    "Rows with noise, cut to the bound and added on the grid."
+    exact, most = rows.detach().double(), math.floor(self.clip/self.grid)
+    noise = _drawn(exact, self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
+    steps = (exact/self.grid).trunc_().clamp_(-most, most).add_(noise.div_(self.grid).round_())
     return steps.mul_(self.grid).to(rows.dtype) + (rows - rows.detach()) # the second term is zero, with a gradient
 
 @patch
@@ -94,6 +107,7 @@ def forward(self:SanitizationLayer,
     if rows.dim() != 2 or rows.shape[1] != self.width: raise ValueError(f"width must be that of the rows, one row per record, got width={self.width} for an input of shape {tuple(rows.shape)}")
     rows = rows.nan_to_num(nan=0.)
     if not self.training: return self.clipped(rows)
+    self.passed_gradients |= rows.requires_grad
     if self.dropout_position == "before": rows = self.dropped(rows)
     rows = self.noisy(self.clipped(rows))
     return self.dropped(rows) if self.dropout_position == "after" else rows
@@ -171,7 +185,10 @@ class FromBlack(nn.Module):
         super().__init__()
         self.black = black
 
-    def forward(self, images): return (images - self.black).relu()
+    def forward(self,
+        images:Tensor, # (batch, channels, side, side), standardised
+    )->Tensor: # Of the same shape, >= 0
+        return (images - self.black).relu()
 
 def pooled_rows(
     width:int, # n: channels times a square number
@@ -183,7 +200,7 @@ def pooled_rows(
     black:float=0., # What the public standardisation makes of a black pixel
 )->nn.Sequential: # Images to logits; parts below, sanitization, head; nothing to train below
     "Average pooling to a small grid, and a linear head."
-    side = math.isqrt(_whole("width", width)//channels)
+    side = math.isqrt(_whole("width", width)//_whole("channels", channels))
     if channels*side*side != width or side > image_size: raise ValueError(f"width must be {channels} times a square number that fits {image_size} pixels, got width={width}")
     return _parts(nn.Sequential(FromBlack(black), nn.AdaptiveAvgPool2d(side), nn.Flatten()), sanitization, width, nn.Linear(width, _whole("classes", classes)))
 
@@ -203,9 +220,18 @@ def random_below(
 def freeze_below(
     model:nn.Sequential, # With parts below, sanitization, head
 )->nn.Sequential: # The same model
-    "Stop the layers below the noise from learning: their weights stay as they were before the data were seen."
+    "Stop the layers below the noise from learning; call it before they see any data."
     model.below.requires_grad_(False)
     return model
+
+def _is_plain(module, kind): return type(module) is kind and "forward" not in vars(module)
+
+def _refuse_other_shapes(model):
+    "Nothing learns elsewhere, rows pass the layer, and the layer is the one of this page."
+    parts = dict(model.named_children())
+    if not (_is_plain(model, nn.Sequential) and list(parts) == ["below", "sanitization", "head"] and _is_plain(parts["sanitization"], SanitizationLayer)):
+        raise ValueError("model must be an nn.Sequential of below, sanitization (a SanitizationLayer) and head, each as it is here and not derived from it, "
+                         f"got a {type(model).__name__} of {', '.join(f'{name} ({type(part).__name__})' for name, part in parts.items()) or 'no parts'}")
 
 def _mixes_records(module):
     "Whether a layer lets one record move another's row."
@@ -217,17 +243,17 @@ def model_report(
     plan:PoissonPlan, # Records, batch, epochs; each record is in one batch per epoch
     *,
     delta:float, # Target delta, in (0, 1)
-    gradient_events:tuple=(), # Of DP-SGD on the layers below, where that trains them
+    gradient_events:tuple[MechanismEvent,...]=(), # Of DP-SGD on the layers below, where that trains them
+    below:Literal["public"]|None=None, # That the weights below come from public data; read off the model where None
     releases:int|None=None, # Rows per record; one per epoch where None
     **rest, # neighbouring_relation, batches, empirical: as `sanitization_report` takes them
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
-    "Claimed and certified epsilon of a network with a sanitization layer."
-    parts = [name for name, _ in model.named_children()]
-    is_chain = type(model).forward is nn.Sequential.forward and parts == ["below", "sanitization", "head"] # nothing learns elsewhere, and rows pass the layer
-    if not is_chain or not isinstance(model.sanitization, SanitizationLayer): raise ValueError(f"model must be an nn.Sequential of below, sanitization (a SanitizationLayer) and head, got a {type(model).__name__} of {', '.join(f'{name} ({type(part).__name__})' for name, part in model.named_children())}")
+    "Claimed and certified epsilon of a network that is trained in training mode, with a sanitization layer."
+    _refuse_other_shapes(model)
+    if below not in (None, "public"): raise ValueError(f"below must be public or None, got below={below!r}; the rest is read off the model")
     mixing = [name for name, module in model.below.named_modules() if _mixes_records(module)]
     if mixing: raise ValueError(f"model.below must not mix records or keep their statistics, got {', '.join(f'{type(model.below.get_submodule(name)).__name__} in {name}' for name in mixing)}; use group normalisation")
-    learns = any(p.requires_grad for p in model.below.parameters())
-    below = "dp_sgd" if gradient_events else "trained" if learns else "frozen"
+    learned = any(p.requires_grad for p in model.below.parameters()) or (model.sanitization.passed_gradients and below != "public")
+    applies = "dp_sgd" if gradient_events else "trained" if learned else below or "frozen"
     release = model.sanitization.release(plan.epochs if releases is None else releases)
-    return sanitization_report(release, plan, below=below, delta=delta, gradient_events=gradient_events, **rest)
+    return sanitization_report(release, plan, below=applies, delta=delta, gradient_events=gradient_events, **rest)

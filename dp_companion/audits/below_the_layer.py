@@ -21,6 +21,8 @@ def marked(
     feature:int=0, # Which one; 0 for every record before
 )->Tensor: # (records, features), a copy with a 1 there
     "The neighbouring data set: one feature of one record is 1."
+    for name, value, n in (("record", record, len(features)), ("feature", feature, features.shape[1])):
+        if not 0 <= value < n: raise ValueError(f"{name} must be >= 0 and < {n}, got {name}={value}")
     if features[:, feature].any(): raise ValueError(f"feature must be one that is 0 for every record, got feature={feature}")
     neighbour = features.clone()
     neighbour[record, feature] = 1.

@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['IMAGES', 'BATCH', 'DRAWS', 'RECORDS', 'LOUD', 'QUIET', 'worst_case', 'first_weight', 'moved', 'short',
            'claimed_there', 'attack_below', 'Worst', 'row_scores', 'attack_rows', 'attack_spec', 'audit_layers',
-           'with_layer_finding', 'Opposed', 'step_scores', 'attack_step', 'certified_step']
+           'with_layer_finding', 'Opposed', 'step_scores', 'attack_step', 'certified_step', 'epoch_scores',
+           'attack_epoch', 'certified_epoch']
 
 # %% ../../nbs/audits/sanitized.ipynb #2c5d534a
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -20,9 +22,10 @@ from .canaries import audit_schedule
 from .runs import with_finding
 from ..budgets.certified import certify, verdict_of
 from ..budgets.events import MechanismEvent
+from ..budgets.schedules import PoissonPlan
 from ..workbench.datasets import Dataset
 from ..workbench.records import RunRecord, RunSpec, record_path, write_json
-from ..workbench.sanitized import PrivateBelow, SanitizedRun, epoch_rows, gradient_events, layer_report, released, rows_below, sanitized_epoch
+from ..workbench.sanitized import PrivateBelow, SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, released, rows_below, sanitized_epoch
 
 # %% ../../nbs/audits/sanitized.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -34,15 +37,20 @@ def worst_case(
     records:int=8, # N of the attack
 )->Dataset: # All of class 0
     "One of two neighbouring data sets: they differ in the features of record 0."
+    if dataset not in IMAGES: raise ValueError(f"dataset must be one of {', '.join(IMAGES)}, got dataset={dataset!r}")
     channels, side = IMAGES[dataset]
     images = torch.zeros(records, channels, side, side)
     if is_bright: images[0] = 1.
     return Dataset(name=dataset, train_images=images, train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1], test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
 
 # %% ../../nbs/audits/sanitized.ipynb #b99427b6
-def first_weight(run:SanitizedRun)->Tensor: # Of the layer that sees the image; empty where nothing below the noise has weights
+def first_weight(
+    run:SanitizedRun, # Of a network with weights below the noise
+)->Tensor: # Of the layer that sees the image
     "The first matrix of a network."
-    return next((p for p in run.model.below.parameters() if p.dim() > 1), torch.zeros(0))
+    matrices = [p for p in run.model.below.parameters() if p.dim() > 1]
+    if not matrices: raise ValueError(f"model must have weights below the noise, got model={run.spec.model!r}, which has none that could move")
+    return matrices[0]
 
 def moved(
     spec:RunSpec, # Trained on few records, for few epochs; layers below learn as printed, or are frozen
@@ -95,15 +103,23 @@ def attack_below(
 # %% ../../nbs/audits/sanitized.ipynb #abcc9d8f
 class Worst(nn.Module):
     "Layers below at their worst: every row is the same, of zeros or of elements at the bound."
-    def __init__(self, width:int, element:float): super().__init__(); self.row = torch.full((1, width), element)
-    def forward(self, images): return self.row.expand(len(images), -1)
+    def __init__(self,
+        width:int, # Elements of a row
+        element:float, # Each of them
+    ):
+        super().__init__()
+        self.row = torch.full((1, width), element)
+    def forward(self,
+        images:Tensor, # (batch, ...), not looked at
+    )->Tensor: # (batch, width)
+        return self.row.expand(len(images), -1)
 
 def row_scores(
     spec:RunSpec, # The run: its layer, its releases, its trainer
     is_bright:bool, # Whether the rows are at the bound, or zero
     draws:int, # Records
     seed:int, # Of the noise
-)->np.ndarray: # (draws,) one score per record
+)->np.ndarray: # (draws,) one score per record, units of the elements
     "Sums of all rows that a run releases of a record in the worst case."
     one = worst_case(spec.dataset, False, records=1)
     run = SanitizedRun(replace(spec, expected_batch_size=1), replace(one, train_images=one.train_images.expand(draws, -1, -1, -1), train_labels=one.train_labels.expand(draws)))
@@ -129,7 +145,7 @@ RECORDS = 128 # N of the attack on a run as printed: enough batches of 8 that th
 
 def attack_spec(
     spec:RunSpec, # A run of paper `sanitization`
-    plan, # Its sampling, for the gradient releases
+    plan:PoissonPlan, # Its sampling, for the gradient releases
     draws:int=DRAWS, # Trainings per world, where trainings are needed
 )->Finding|None: # None where nothing is noisy
     "What the attacks here achieve on a run."
@@ -148,7 +164,7 @@ def _same_attack(spec):
 # %% ../../nbs/audits/sanitized.ipynb #2a408b97
 def audit_layers(
     records:Iterable[RunRecord], # Finished runs of paper `sanitization`
-    plan_of, # From a spec to its sampling plan
+    plan_of:Callable, # From a RunSpec to its PoissonPlan
     runs:Path, # Their folder; their records are written again
     *,
     draws:int=DRAWS, # Trainings per world
@@ -178,10 +194,16 @@ LOUD, QUIET = 1e4, 1e-9 # A pixel whose gradient is long beside any stability co
 
 class Opposed(nn.Module):
     "Layers below at their worst for DP-SGD: the sign of the first pixel decides where one matrix is pulled."
-    def __init__(self, width:int, middle:float):
+    def __init__(self,
+        width:int, # Elements of a row
+        middle:float, # Where rows start; half of the bound lets them move both ways
+    ):
         super().__init__()
         self.linear, self.middle = nn.Linear(1, width, bias=False), middle
-    def forward(self, images): return self.linear(images.flatten(1)[:, :1]) + self.middle
+    def forward(self,
+        images:Tensor, # (batch, ...)
+    )->Tensor: # (batch, width)
+        return self.linear(images.flatten(1)[:, :1]) + self.middle
 
 def step_scores(
     spec:RunSpec, # A run with DP-SGD below: its layer, its rule, its noise
@@ -222,3 +244,34 @@ def certified_step(
     "What is certified for one step that the record takes part in."
     event = MechanismEvent(noise_multiplier=spec.noise_multiplier, sample_rate=1., steps=1)
     return certify((event,), delta=spec.delta, accountants=("pld",), neighbouring_relation="replace_one")["pld"].epsilon
+
+# %% ../../nbs/audits/sanitized.ipynb #cf015f67
+def epoch_scores(
+    spec:RunSpec, # A run with DP-SGD below
+    is_bright:bool, # Which of two records
+    draws:int, # Epochs of one step
+    seed:int, # Of the noise
+)->np.ndarray: # (draws,) log-likelihood ratios, but for a constant
+    "Steps and rows of epochs in which the record takes part in one step."
+    row_std = build_layer(spec, torch.Generator()).noise_std*math.sqrt(spec.layer_width)
+    steps, rows = step_scores(spec, 2*is_bright - 1, draws, seed), row_scores(replace(spec, epochs=1), is_bright, draws, seed)
+    return 2*steps/spec.noise_multiplier**2 + spec.layer_width*spec.layer_clip*rows/row_std**2
+
+def attack_epoch(
+    spec:RunSpec, # A run with DP-SGD below
+    *,
+    draws:int=4_000, # Epochs per world, half of them for the threshold
+    seed:int=0, # Of the noise
+    confidence:float=.95, # Of the bound, in (0, 1)
+)->Finding: # Lower bound on epsilon of one epoch of one step
+    "Tell two records apart by all that an epoch releases of them."
+    scores = (epoch_scores(spec, is_bright, draws, 2*seed + is_bright) for is_bright in (False, True))
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method="gaussian_rates", seed=seed)
+
+def certified_epoch(
+    spec:RunSpec, # A run with DP-SGD below
+)->float: # epsilon (nats), replace_one
+    "What the run's own report certifies for one record, one epoch, and one step with it."
+    lone = replace(short(spec), expected_batch_size=1)
+    run = SanitizedRun(lone, worst_case(spec.dataset, True, records=1))
+    return layer_report(lone, run.plan, run.model).epsilon

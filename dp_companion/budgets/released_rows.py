@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REACH', 'BELOW', 'RowRelease', 'RowsClaim', 'claimed_rows', 'row_rdp', 'gaussian_profile', 'row_epsilon',
-           'row_events', 'calibrate_rows', 'known_batches', 'sanitization_report']
+           'row_events', 'calibrate_rows', 'known_batches', 'LayerReport', 'sanitization_report']
 
 # %% ../../nbs/budgets/released_rows.ipynb #709088a5
 import math
@@ -109,7 +109,7 @@ def row_rdp(
     *,
     neighbouring_relation:str="replace_one", # Or replace_special
 )->np.ndarray: # (orders,) of all releases (nats); exact, but for dropout before the noise an upper bound with replace_one, and with sample_rate < 1
-    "Rényi divergence of all rows of one record: the binomial average in closed form."
+    "Rényi divergence of all rows of one record: the binomial average in closed form (@eq-row-rdp)."
     n, p, q, t = release.width, release.dropout, release.sample_rate, np.asarray(orders, dtype=float) - 1
     y = (t + 1)*t*release.unit_shift(neighbouring_relation)**2/2
     if _hides_mask(release, neighbouring_relation): log_moment = n*t*rdp_sampled_gaussian(release.noise_multiplier*math.sqrt(n*(1 - p)), 1 - p, t + 1)
@@ -152,7 +152,7 @@ def row_epsilon(
     delta:float, # Target delta, in (0, 1)
     neighbouring_relation:str="replace_one", # Or replace_special
 )->float: # epsilon (nats); exact to rounding for visible dropout, else upper bound
-    "Epsilon of all rows of one record, from the exact profile."
+    "Epsilon of all rows of one record, from the exact profile (@eq-row-profile)."
     _real("delta", delta, below=1)
     if _hides_mask(release, neighbouring_relation):
         return certify(row_events(release, neighbouring_relation=neighbouring_relation), delta=delta, accountants=("pld",), neighbouring_relation=neighbouring_relation)["pld"].epsilon
@@ -197,10 +197,22 @@ BELOW = ("trained", "frozen", "public", "dp_sgd") # how weights below the noise 
 def known_batches(
     events:Iterable[MechanismEvent], # DP-SGD's, as if batches were secret
 )->tuple[MechanismEvent,...]: # The same, at sample rate 1
-    "Gradient events of records that take part once per epoch, publicly: no amplification by sampling."
+    "Gradient events of records that take part once per epoch, publicly: no amplification by sampling (point (c))."
     return tuple(replace(e, sample_rate=1., steps=math.ceil(e.steps*e.sample_rate - 1e-9)) for e in events)
 
 # %% ../../nbs/budgets/released_rows.ipynb #1ebad209
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(BudgetReport):
+    "A budget of a sanitization layer, which says what applies."
+    case: str # How weights below come about, and how often each row is released
+
+def _case(release, below, batches):
+    "What applies, in words."
+    batch = "secret batches of its own" if batches == "own" else "the public batches of the rows"
+    how = {"trained": "trained on raw features", "frozen": "frozen", "public": "from public data", "dp_sgd": f"trained by DP-SGD on {batch}"}[below]
+    return f"weights below {how}, rows released {release.releases} time{'s' if release.releases > 1 else ''}"
+
+# %% ../../nbs/budgets/released_rows.ipynb #8b887275
 def _certified_rows(release, gradients, delta, neighbouring_relation):
     "What accountants certify for rows and gradients together."
     relation, found = dict(neighbouring_relation=neighbouring_relation), {}
@@ -234,10 +246,10 @@ def sanitization_report(
     gradient_events:Iterable[MechanismEvent]=(), # DP-SGD's own, for below=dp_sgd
     batches:Literal["shared","own"]="shared", # Whether DP-SGD below uses the rows' public batches, or its own secret ones
     empirical=None, # What an attack achieved
-)->BudgetReport: # `certified` is empty where raw features train weights below the noise
-    "Claimed and certified epsilon for every use of a sanitization layer."
+)->LayerReport: # `certified` is empty where raw features train weights below the noise
+    "Claimed and certified epsilon for every use of a sanitization layer, and which use it is (paper sanitization, Sections 4 and 5; points (a) to (c))."
     gradients = _checked_use(release, below, gradient_events, batches)
     claim = claimed_rows(release, plan, delta=delta, below=below, neighbouring_relation=neighbouring_relation)
     certified = {} if below == "trained" else _certified_rows(release, gradients, delta, neighbouring_relation)
-    return BudgetReport(certified=certified, delta=delta, claimed=claim, empirical=empirical, neighbouring_relation=neighbouring_relation, privacy_unit="features of one record",
+    return LayerReport(case=_case(release, below, batches), certified=certified, delta=delta, claimed=claim, empirical=empirical, neighbouring_relation=neighbouring_relation, privacy_unit="features of one record",
                         events=row_events(release, neighbouring_relation=neighbouring_relation) + gradients, preconditions=claim.preconditions)

@@ -23,7 +23,7 @@ from ..algorithms.early_stopping import Flag, ReleasedStd, SlopeFlag, TrendFlag,
 from ..algorithms.private_step import PrivateStep
 from ..algorithms.sanitization import SanitizationLayer, model_report, pooled_rows, random_below, sanitization_cnn, sanitization_resnet18
 from ..budgets.certified import BudgetReport, certify
-from ..budgets.events import gaussian_events
+from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
 from ..budgets.schedules import Constant, PoissonPlan
@@ -68,12 +68,27 @@ def build_layered(
 # %% ../../nbs/workbench/sanitized.ipynb #02f5df9d
 class ScaledHead(nn.Module):
     "A linear head on centred rows over their public scale."
-    def __init__(self, head:nn.Linear, layer:SanitizationLayer):
+    def __init__(self,
+        head:nn.Linear, # From rows to classes
+        layer:SanitizationLayer, # Below it; its noise and its bound, which may move, give the scale
+    ):
         super().__init__()
-        self.linear, self.by, self.bias_input = head, math.hypot(layer.noise_std, layer.clip), layer.clip/math.hypot(layer.noise_std, layer.clip)
+        self.linear, self.layers = head, (layer,) # in a tuple: not a part of the head
         self.register_buffer("center", torch.zeros(head.in_features))
 
-    def forward(self, rows): return nn.functional.linear((rows - self.center)/self.by, self.linear.weight, self.linear.bias*self.bias_input)
+    @property
+    def by(self)->float: # Units of the elements
+        "Noise and bound of one element together."
+        return math.hypot(self.layers[0].noise_std, self.layers[0].clip)
+    @property
+    def bias_input(self)->float: # Dimensionless
+        "What the bias is multiplied by: as large as a clipped element over the scale."
+        return self.layers[0].clip/self.by
+
+    def forward(self,
+        rows:Tensor, # (batch, width) released
+    )->Tensor: # (batch, classes)
+        return nn.functional.linear((rows - self.center)/self.by, self.linear.weight, self.linear.bias*self.bias_input)
 
     @torch.no_grad()
     def start(self,
@@ -110,7 +125,10 @@ def row_weight(
     return matrices[-1] if matrices else None
 
 # %% ../../nbs/workbench/sanitized.ipynb #7f52f540
-def gradient_events(spec, plan):
+def gradient_events(
+    spec:RunSpec, # Of paper `sanitization`
+    plan:PoissonPlan, # As planned
+)->tuple[MechanismEvent,...]: # Empty without DP-SGD
     "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
     if spec.clip_rule == "none": return ()
     moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None, "bound_decay_rate": spec.bound_decay_rate is not None, "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
@@ -147,13 +165,22 @@ def plain_report(
 # %% ../../nbs/workbench/sanitized.ipynb #b59ea161
 class Learner:
     "An ordinary optimizer and its learning-rate schedule."
-    def __init__(self, spec:RunSpec, parameters, steps:int):
+    def __init__(self,
+        spec:RunSpec, # Which optimizer, rate and schedule
+        parameters, # That learn
+        steps:int, # Of the whole run
+    ):
         fused = dict(fused=True) if spec.optimizer != "rmsprop" else {}
         self.optimizer = OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate, weight_decay=spec.weight_decay, **fused)
         self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer, learning_rate=spec.learning_rate, steps=steps)
 
-    def state_dict(self): return {"optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict()}
-    def load_state_dict(self, state):
+    def state_dict(self)->dict: # Of both
+        "As torch's own."
+        return {"optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict()}
+    def load_state_dict(self,
+        state:dict, # From `state_dict`
+    ):
+        "As torch's own."
         self.lr.load_state_dict(state["lr"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -178,7 +205,10 @@ class SanitizedRun:
         self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
         self.epochs, self.nonprivate_nonfinite_samples = [], 0
 
-    def count(self, layer, inputs):
+    def count(self,
+        layer:SanitizationLayer, # The run's
+        inputs:tuple, # (rows,), about to be released
+    ):
         "Every row that gets noise is counted by the layer itself, whoever asks for it, and gets the noise that was accounted."
         if not layer.training: return
         if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
@@ -191,14 +221,16 @@ class SanitizedRun:
 
 # %% ../../nbs/workbench/sanitized.ipynb #a00a9a94
 @patch
-def state(self:SanitizedRun)->dict:
+def state(self:SanitizedRun)->dict: # Of tensors and plain values
     "All that changes between epochs."
     parts = {name: getattr(self, name).get_state() for name in ("sampling", "noise", "secret")}
     return parts | {"model": self.model.state_dict(), "learner": self.learner.state_dict(), "private": self.private and self.private.state_dict(), "epochs": self.epochs,
                     "stds": self.watch.epochs, "counts": self.counts, "released": self.released, "seen": self.seen, "nonfinite": self.nonprivate_nonfinite_samples}
 
 @patch
-def load(self:SanitizedRun, state:dict):
+def load(self:SanitizedRun,
+    state:dict, # From `state`
+):
     "Take up a saved state."
     if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
     for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
@@ -221,7 +253,9 @@ class PublicHead(nn.Module):
 # %% ../../nbs/workbench/sanitized.ipynb #e6e764bd
 class PrivateBelow:
     "DP-SGD on the layers below the noise."
-    def __init__(self, run):
+    def __init__(self,
+        run:SanitizedRun, # Whose layers below learn
+    ):
         spec, model = run.spec, run.model
         network = nn.Sequential()
         for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
@@ -229,22 +263,37 @@ class PrivateBelow:
         self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
                                 generator=run.noise, kernels=self.kernels(network, spec))
 
-    def state_dict(self): return {"learner": self.learner.state_dict(), "ledger": self.ledger}
-    def load_state_dict(self, state):
+    def state_dict(self)->dict: # Of learner and ledger
+        "What changes with every step."
+        return {"learner": self.learner.state_dict(), "ledger": self.ledger}
+    def load_state_dict(self,
+        state:dict, # From `state_dict`
+    ):
+        "Take up a saved state."
         self.learner.load_state_dict(state["learner"])
         self.ledger = state["ledger"]
 
-    def kernels(self, network, spec):
+    def kernels(self,
+        network:nn.Sequential, # What DP-SGD steps on
+        spec:RunSpec, # The run
+    )->dict|None: # Layer name to kernel; None for Opacus's engines
         "Pinned, so that a run repeats to the bit: the fast one for small images, the frugal one for ResNet-18."
         if spec.engine != "book": return None
         return {name: "chunked" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
-    def batches(self, run, e):
+    def batches(self,
+        run:SanitizedRun, # Its plan and its secret generator
+        e:int, # Epoch, from 0
+    ): # An iterable of lists of indices, as many as the epoch has steps
         "The secret batches of one epoch."
         return UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.secret, steps=int(run.plan.steps_per_epoch[e]))
 
-    def __call__(self, run, indices):
-        self.ledger.append(run.spec.noise_multiplier) # counted before it is released
+    def __call__(self,
+        run:SanitizedRun, # The same
+        indices:list, # Of one secret batch; may be empty
+    ):
+        "One step, counted before it is released."
+        self.ledger.append(run.spec.noise_multiplier)
         report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
         self.learner.lr.step()
         run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
@@ -259,11 +308,15 @@ def released(
     run.counts[indices] += 1
     return run.layer(rows)
 
-def rows_below(run)->Tensor:
+def rows_below(
+    run:SanitizedRun, # As its weights are now
+)->Tensor: # (records, width), raw: for this process alone
     "Raw rows of all records, by the current weights below."
     with torch.no_grad(): return torch.cat([run.model.below(images) for images in run.data.train_images.split(1000)])
 
-def epoch_rows(run)->Tensor: # (records, width)
+def epoch_rows(
+    run:SanitizedRun, # A certified one
+)->Tensor: # (records, width)
     "The released rows of one epoch of a certified run."
     labels, everyone = run.data.train_labels, slice(None)
     if run.spec.layer_releases:
@@ -295,7 +348,9 @@ def sanitized_epoch(
         losses.append(loss.detach()*len(indices))
     close_epoch(run, {"nonprivate_train_loss": finite(torch.stack(losses).sum().item()/run.plan.dataset_size)})
 
-def class_weights(run)->Tensor: # (classes,)
+def class_weights(
+    run:SanitizedRun, # With its labels, which are public
+)->Tensor: # (classes,)
     "One as printed; else such that the public classes count alike."
     counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
     return torch.ones(run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes

@@ -36,9 +36,13 @@ class LayerProfile(Profile):
     private_batch_size:int=256 # b of DP-SGD, and of heads on certified rows
 
     @property
-    def plan(self)->PoissonPlan: return self.plan_of(self.run_values)
+    def plan(self)->PoissonPlan:
+        "The batches of runs as printed."
+        return self.plan_of(self.run_values)
     @property
-    def private_plan(self)->PoissonPlan: return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
+    def private_plan(self)->PoissonPlan:
+        "The batches of DP-SGD, and of heads on certified rows."
+        return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #f87c698d
 _resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
@@ -100,7 +104,7 @@ def claim_of(
     return math.ceil(1e4*claimed_rows(release, profile.plan, delta=profile.delta).epsilon)/1e4
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #9f442d8e
-WIDTH_SHARE = .1 # ours: n at most this share of N/(K sigma^2)
+WIDTH_SHARE = .1 # ours: the side of a square of elements, squared, is at most this share of N/(K sigma^2), and at least 4
 ROWS_SHARE = .5 # ours: of the target, what the rows may spend where DP-SGD below spends the rest
 
 def public_width(
@@ -109,7 +113,7 @@ def public_width(
     *,
     classes:int=10, # K
     channels:int=1, # Of the image
-)->int: # channels times a square number, from 4 to 49
+)->int: # Elements: channels times a square number from 4 to 49
     "Width of pooled rows for a budget."
     most = WIDTH_SHARE*profile.dataset_size/(classes*noise_multiplier**2)
     return channels*min(max(math.isqrt(int(most)), 2), 7)**2
@@ -144,6 +148,11 @@ def plain_noise(
     return calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta, accountant="pld", neighbouring_relation="replace_one")
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #d50b754e
+def _known(method, among):
+    "The method, if it is one of these."
+    if method not in among: raise ValueError(f"method must be one of {'; '.join(among)}, got method={method!r}")
+    return method
+
 def _sizes(profile, method):
     return profile.run_values | dict(paper="sanitization", method=method, optimizer="adam", weight_decay=0., lr_scheduler="cosine", clip_rule="none")
 
@@ -153,7 +162,7 @@ def printed_values(
     **changes, # Values of a RunSpec that differ
 )->dict: # Values of a RunSpec, all but the seed
     "A run as the paper prints it: σ = 1, layers below trained on raw features."
-    moving, stops = PRINTED[method]
+    moving, stops = PRINTED[_known(method, PRINTED)]
     values = _sizes(profile, method) | dict(layer_below="trained", layer_width=profile.width, layer_clip=profile.clip, layer_noise_multiplier=1., accounting="as_printed", target_epsilon=claim_of(profile))
     if moving: values["layer_bound_ratio"] = profile.bound_ratio
     if stops: values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
@@ -172,7 +181,7 @@ def real_values(
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
 )->dict: # Values of a RunSpec, all but the seed
     "A run whose epsilon is real, its noise and width picked by the certified budget."
-    values = _sizes(profile, method) | _rate(method) | dict(accounting="certified", target_epsilon=target_epsilon, layer_clip=profile.clip, expected_batch_size=profile.private_batch_size)
+    values = _sizes(profile, _known(method, REAL)) | _rate(method) | dict(accounting="certified", target_epsilon=target_epsilon, layer_clip=profile.clip, expected_batch_size=profile.private_batch_size)
     if method == "DP-SGD below": return values | _dp_sgd_below(profile, target_epsilon, runs)
     once = row_noise(1, target_epsilon, profile.delta)
     is_random = method == "Frozen, random"
@@ -197,7 +206,7 @@ def plain_values(
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
 )->dict: # Values of a RunSpec, all but the seed
     "The same network without the layer."
-    values = _sizes(profile, method) | dict(model=profile.plain_model)
+    values = _sizes(profile, _known(method, PLAIN)) | dict(model=profile.plain_model)
     if method == "Non-DP": return values | dict(accounting="none")
     noise, values = cached(plain_noise, runs)(profile.private_plan, target_epsilon, profile.delta), values | _rate(method)
     return values | dict(clip_rule="flat", expected_batch_size=profile.private_batch_size, accounting="certified", target_epsilon=target_epsilon, noise_multiplier=noise)
@@ -212,15 +221,14 @@ def layer_specs(
     "The runs of a table of paper sanitization."
     target, specs = target_epsilon or claim_of(profile), []
     for method in methods:
-        if method not in LAYER_METHODS: raise ValueError(f"method must be one of {'; '.join(LAYER_METHODS)}, got method={method!r}")
-        if method in PLAIN and profile.plain_model is None: continue
+        if _known(method, LAYER_METHODS) in PLAIN and profile.plain_model is None: continue
         if method in PRINTED: values = printed_values(profile, method)
         else: values = (real_values if method in REAL else plain_values)(profile, method, target_epsilon=target, runs=runs)
         specs += [RunSpec(**values, seed=seed) for seed in range(profile.seeds)]
     return specs
 
 # %% ../../nbs/workbench/sanitized_grid.ipynb #46c53056
-SWEEPS = {"width": (10, 20, 40, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5), "dropout_before": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)} # Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
+SWEEPS = {"width": (10, 20, 40, 50, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5), "dropout_before": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)} # Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
 _FIELD = {"width": "layer_width", "clip": "layer_clip", "dropout": "layer_dropout", "dropout_before": "layer_dropout", "bound_ratio": "layer_bound_ratio"}
 
 def sweep_specs(
@@ -235,5 +243,5 @@ def sweep_specs(
     if name == "width" and "resnet" in profile.model: raise ValueError(f"name must not be width for a ResNet, whose rows have the width of its last stage, got model={profile.model!r}")
     method = list(PRINTED)[2 if moving or name == "bound_ratio" else 0]
     place = {"layer_dropout_position": "before"} if name == "dropout_before" else {}
-    def changes(value): return {_FIELD[name]: value} | place if value else {}
-    return {value: [RunSpec(**printed_values(profile, method, **changes(value)), seed=seed) for seed in range(profile.seeds)] for value in values or SWEEPS[name]}
+    def changes(value): return {} if value == 0 and "dropout" in name else {_FIELD[name]: value} | place
+    return {value: [RunSpec(**printed_values(profile, method, **changes(value)), seed=seed) for seed in range(profile.seeds)] for value in (SWEEPS[name] if values is None else values)}

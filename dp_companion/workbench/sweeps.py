@@ -12,6 +12,7 @@ from IPython.display import Markdown, display
 import numpy as np
 import pandas as pd
 from fastcore.basics import patch
+from ..budgets.schedules import PoissonPlan
 from ..figures import figure, series
 from .sanitized_grid import SWEEPS, LayerProfile, claim_of, sweep_specs
 from .tables import epsilon_text
@@ -28,7 +29,7 @@ def sweeps_of(
 )->dict: # Name to value to specs, one a seed
     "The runs of some sweeps."
     unknown = [name for name in sweeps if name not in SWEEP_NAMES]
-    if unknown: raise ValueError(f"sweeps must be of {'; '.join(SWEEP_NAMES)}, got {unknown[0]!r}")
+    if unknown: raise ValueError(f"sweeps must be of {'; '.join(SWEEP_NAMES)}, got sweeps={unknown[0]!r}")
     kept = {name: values for name, values in sweeps.items() if "resnet" not in profile.model or not name.startswith("width")}
     return {name: sweep_specs(profile, name.removesuffix(", C follows"), moving=name.endswith("follows"), values=values) for name, values in kept.items()}
 
@@ -63,12 +64,23 @@ class Sweeps:
     @property
     def specs(self)->list: # Each once
         "All runs."
-        return list(dict.fromkeys(s for sweeps in self.asked.values() for values in sweeps.values() for specs in values.values() for s in specs))
-    def plan_of(self, spec): return next(size for size in self.sizes.values() if size.dataset == spec.dataset).plan_of(vars(spec))
+        return list(dict.fromkeys(s for name in self.asked for s in self.runs_of(name)))
+    def plan_of(self,
+        spec, # One of the runs
+    )->PoissonPlan:
+        "Its sampling."
+        return next(size for size in self.sizes.values() if size.dataset == spec.dataset).plan_of(vars(spec))
+    def runs_of(self, name)->list: # Specs of one data set, each once
+        return list(dict.fromkeys(s for values in self.asked[name].values() for specs in values.values() for s in specs))
     def described(self)->str: # Markdown, a line a data set
-        "What is run."
-        return "\n".join(f"- {name}: {size.dataset}, {size.epochs} epochs, {size.seeds} seed(s) a setting; claimed ε = {claim_of(size):.3g} for each, certified: none." for name, size in self.sizes.items()) + f"\n- {len(self.specs)} runs in all."
-    def label(self, name): return f"{name} ({self.sizes[name].dataset})"
+        "What is run, and what stays where something else varies."
+        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {size.epochs} epochs in batches of {size.expected_batch_size}, {size.seeds} seed(s) a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
+                         f"Claimed ε = {claim_of(size):.3g} for each, certified: none." for name, size in self.sizes.items())
+    def label(self,
+        name:str, # Of a data set
+    )->str:
+        "As a page prints it."
+        return f"{name} ({self.sizes[name].dataset})"
     def panels(self, *sweeps)->list: # Names of data sets
         "The data sets that have one of the sweeps: a panel each."
         return [name for name in self.sizes if any(s in self.asked[name] for s in sweeps)]
@@ -86,11 +98,12 @@ def beside(self:Sweeps,
 
 # %% ../../nbs/workbench/sweeps.ipynb #518a887e
 def _after(record, share): return max(1, round(share*len(record.epochs)))
+def _lost(record): return sum(right is not None and right < .01 for right in record.final["test_accuracy_by_class"])
 
 def _row(value, records, share):
     "One value of a sweep, over its seeds."
     accuracy, attacked = [100*r.epochs[_after(r, share) - 1]["test_accuracy"] for r in records], [r.budget["empirical"]["epsilon"] for r in records if r.budget["empirical"]]
-    return {"value": value, "accuracy": np.mean(accuracy), "sd": np.std(accuracy, ddof=1) if len(records) > 1 else np.nan, "seeds": len(records), "claimed": records[0].budget["claimed"]["epsilon"],
+    return {"value": value, "accuracy": np.mean(accuracy), "sd": np.std(accuracy, ddof=1) if len(records) > 1 else np.nan, "seeds": len(records), "each": accuracy, "losers": sum(_lost(r) > 0 for r in records), "claimed": records[0].budget["claimed"]["epsilon"],
             "attacked": max((r.budget["empirical"]["claimed"] for r in records if r.budget["empirical"]), default=None), "empirical": max(attacked, default=None)}
 
 @patch
@@ -98,17 +111,20 @@ def table(self:Sweeps,
     name:str, # Of a data set
     sweep:str, # Of `SWEEP_NAMES`
     share:float=1., # Of the epochs, after which accuracy is read; in (0, 1]
-)->pd.DataFrame: # A row a value: accuracy and its sd (%), seeds, and epsilons (nats): claimed, claimed for the attacked run, empirical
+)->pd.DataFrame: # A row a value: accuracy, its sd and each seed's (%), seeds, how many lost a class by the end, and epsilons (nats): claimed, claimed for the attacked run, empirical
     "One sweep in numbers."
+    if sweep not in self.asked.get(name, {}): raise ValueError(f"name and sweep must be ones that were asked for, {'; '.join(f'{n}: {s}' for n, of in self.asked.items() for s in of)}, got name={name!r}, sweep={sweep!r}")
     return pd.DataFrame([_row(value, [self.records[s] for s in specs], share) for value, specs in self.asked[name][sweep].items()])
 
 @patch
-def show(self:Sweeps, *sweeps):
+def show(self:Sweeps,
+    *sweeps, # Of `SWEEP_NAMES`
+):
     "A table for every sweep and data set; nothing is certified for a run as printed."
     for sweep, name in ((sweep, name) for sweep in sweeps for name in self.panels(sweep)):
         t = self.table(name, sweep)
         accuracies = [f"{a:.1f}" + (f" ± {s:.1f}" if s == s else "") + f" ({n})" for a, s, n in zip(t["accuracy"], t["sd"], t["seeds"])]
-        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%)": accuracies, "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥": t["empirical"].map(epsilon_text)})
+        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%) (seeds)": accuracies, "runs that lost a class": t["losers"], "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥": t["empirical"].map(epsilon_text)})
         display(Markdown(f"**{self.label(name)}: {SWEEP_NAMES[sweep]}**"), text.style.hide(axis="index"))
 
 # %% ../../nbs/workbench/sweeps.ipynb #f5172053
@@ -118,18 +134,22 @@ def data_panels(
     names:list, # Of them: a panel each
     *labels, # Of the x and the y axis, with their units
 ):
-    "A picture with a panel for each data set: yields pairs of axes and name, and gives them titles and legends on leaving."
+    "A picture with a panel for each data set: yields a list of (Axes, name), and gives them titles and legends on leaving."
+    if not names: raise ValueError("sweeps must be of some data set that was asked for, got none")
     with figure(*labels, panels=len(names), width=min(2 + 3.5*len(names), 7.5), height=2.8) as axes:
         pairs = list(zip(np.atleast_1d(axes), names))
         yield pairs
         for ax, name in pairs: ax.set_title(sweeps.label(name).replace(" (", "\n("), fontsize=9); ax.legend(fontsize=7)
 
 def _line(ax, sweeps, name, sweep, share, k, has_shares):
-    "One line with its bars; where there are several shares, named by their epochs and the ε that is claimed after them."
+    "One line of means, a dot for each seed; where there are several shares, named by their epochs and the ε that is claimed after them."
     t, size = sweeps.table(name, sweep, share), sweeps.sizes[name]
     epochs = _after(sweeps.records[next(iter(sweeps.asked[name][sweep].values()))[0]], share)
     said = f"{epochs} epochs, ε {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
-    ax.errorbar(t["value"], t["accuracy"], yerr=t["sd"].fillna(0), capsize=3, label=said, **series(k))
+    style = series(k)
+    ax.plot(t["value"], t["accuracy"], label=said, **style)
+    seeds = t[["value", "each"]].explode("each")
+    ax.plot(seeds["value"], seeds["each"], linestyle="", marker=".", markersize=4, color=style["color"], alpha=.6)
 
 @patch
 def plot(self:Sweeps,
@@ -137,7 +157,7 @@ def plot(self:Sweeps,
     logx:bool=False, # A logarithmic axis
     shares:tuple=(1.,), # Of the epochs, after which accuracy is read: a line each
 ):
-    "Accuracy against the value, a panel for each data set; bars of one standard deviation."
+    "Accuracy against the value, a panel for each data set: means over seeds, and a dot for each seed."
     with data_panels(self, self.panels(*sweeps), _AXES[sweeps[0]], "test accuracy (%)") as pairs:
         for ax, name in pairs:
             for k, (sweep, share) in enumerate((sweep, share) for sweep in sweeps for share in shares):
@@ -149,7 +169,7 @@ def plot(self:Sweeps,
 def follows(self:Sweeps,
     name:str, # Of a data set
     papers:dict, # Sweep to what the paper says of it
-):
+): # An iterator of sentences
     "Sentences made from the numbers of one data set."
     for sweep in self.asked[name]:
         full, said = self.sizes[name].seeds, SWEEP_NAMES[sweep][0].upper() + SWEEP_NAMES[sweep][1:]
@@ -159,14 +179,16 @@ def follows(self:Sweeps,
             continue
         best, worst = t.loc[t["accuracy"].idxmax()], t.loc[t["accuracy"].idxmin()]
         said = f"{said}: highest at {best['value']:g} with {best['accuracy']:.1f} %, lowest at {worst['value']:g} with {worst['accuracy']:.1f} %"
-        yield f"{said}, on one seed a setting, from which no order follows." if t["sd"].isna().all() else f"{said}; seeds spread a setting by up to {t['sd'].max():.1f} points. {papers[sweep]}"
+        yield f"{said}, on one seed a setting, from which no order follows." if t["sd"].isna().all() else f"{said}; the standard deviation over {full} seeds is up to {t['sd'].max():.1f} points. {papers[sweep]}"
 
 
 @patch
 def lost(self:Sweeps,
     name:str, # Of a data set
 )->str: # A sentence
-    "How many runs do not know some class any more."
-    runs = dict.fromkeys(s for values in self.asked[name].values() for specs in values.values() for s in specs)
-    gone = sum(any(share is not None and share < .01 for share in self.records[s].final["test_accuracy_by_class"]) for s in runs)
-    return f"Of {len(runs)} runs {gone} lost a class or more, with under 1 % of its test images right; of ten classes each costs about ten points."
+    "How many runs do not know some class any more, and what that does to accuracy."
+    runs = [self.records[s] for s in self.runs_of(name)]
+    gone, accuracy = np.array([_lost(r) for r in runs]), np.array([r.epochs[-1]["test_accuracy"] for r in runs])
+    said = f"Of {len(runs)} runs {sum(gone > 0)} lost a class or more, with under 1 % of its test images right"
+    if min(gone.std(), accuracy.std()) == 0: return f"{said}."
+    return f"{said}; how many it lost explains {np.corrcoef(gone, accuracy)[0, 1]**2:.0%} of the variance of accuracy over all of them."
