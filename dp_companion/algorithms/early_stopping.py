@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from scipy import stats
 from torch import Tensor, nn
 
@@ -95,11 +96,13 @@ class Flag:
         "Standard deviation of the statistic over that of one epoch's value, where epochs err independently; both flags are linear."
         return float(np.linalg.norm(self.statistic(np.eye(self.epochs))[-1]))
 
-    def chance(self,
-        error:float, # Standard deviation of one epoch's value around a flat (or straight) course; > 0
-    )->float: # Probability in [0, 1]
-        "How likely one window of pure noise raises the flag: a Gaussian within its limit (@eq-epoch-error)."
-        return float(2*stats.norm.cdf(self.limit/(self.gain*_real("error", error))) - 1)
+# %% ../../nbs/algorithms/early_stopping.ipynb #671ad18a
+@patch
+def chance(self:Flag,
+    error:float, # Standard deviation of one epoch's value around a flat (or straight) course; > 0
+)->float: # Probability in [0, 1]
+    "How likely one window of pure noise raises the flag: a Gaussian within its limit (@eq-epoch-error)."
+    return float(2*stats.norm.cdf(self.limit/(self.gain*_real("error", error))) - 1)
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #e7729791
 @dataclass(frozen=True, kw_only=True)

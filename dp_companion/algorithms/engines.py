@@ -15,7 +15,6 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .book_keeping import Book, gradient_slots, refuse_past
-from .per_sample_norms import HELD_BYTES
 
 # %% ../../nbs/algorithms/engines.ipynb #78bc1b39
 def per_sample_losses(
@@ -51,8 +50,9 @@ def part_of(inputs, index): # `inputs` for some samples
 # %% ../../nbs/algorithms/engines.ipynb #7431892d
 class BookEngine:
     "One backward pass, no per-sample gradient of a linear layer kept (Bu et al. 2022)."
-    def __init__(self, model, optimizer, kernels=None, held_bytes=HELD_BYTES):
-        self.book = Book(model, kernels=kernels, held_bytes=held_bytes)
+    at_once = False # Whether `scale` must see the whole batch in one call
+    def __init__(self, model, optimizer, kernels=None):
+        self.book = Book(model, kernels=kernels)
         self.model, self.flat, self.slots, self.kernels = model, self.book.flat, self.book.slots, self.book.kernels
 
     def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
@@ -63,9 +63,7 @@ class BookEngine:
         self.book.check_batch(len(losses))
         losses.sum().backward()
         refuse_past(self.slots)
-        norms = self.book.norms()
-        bad = ~torch.isfinite(norms)
-        self.book.add(scale(norms), bad if bad.any() else None)
+        self.book.add_scaled(scale, self.at_once)
         return losses.detach()
 
 # %% ../../nbs/algorithms/engines.ipynb #fae3a7c6
@@ -91,7 +89,7 @@ class RuledOptimizer(DPOptimizer):
 # %% ../../nbs/algorithms/engines.ipynb #24c29067
 class HooksEngine:
     "Opacus's per-sample gradients (GradSampleModule and DPOptimizer)."
-    def __init__(self, model, optimizer, kernels=None, held_bytes=None):
+    def __init__(self, model, optimizer, kernels=None):
         self.flat, self.slots = gradient_slots(model)
         default_format_(model)
         self.model, self.kernels = GradSampleModule(model, loss_reduction="sum", strict=False), {}
@@ -131,7 +129,7 @@ class PerSample:
 # %% ../../nbs/algorithms/engines.ipynb #c3ebd387
 class GhostEngine:
     "Opacus's ghost clipping: norms first, then a second backward pass."
-    def __init__(self, model, optimizer, kernels=None, held_bytes=None):
+    def __init__(self, model, optimizer, kernels=None):
         self.flat, self.slots = gradient_slots(model)
         default_format_(model)
         self.model, self.kernels = RuledGhost(model, loss_reduction="sum", strict=False), {}

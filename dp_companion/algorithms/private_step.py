@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .clipping import CountingRule
 from .engines import ENGINES, part_of
 from .noise import GaussianNoise
-from .per_sample_norms import HELD_BYTES
 
 # %% ../../nbs/algorithms/private_step.ipynb #1e13094c
 def check_model(model:nn.Module):
@@ -89,7 +88,6 @@ class PrivateStep:
         generator:torch.Generator|None=None, # Seed of the noise, for experiments
         secure_noise:bool=False, # Noise from the operating system's randomness, for release
         kernels:dict|None=None, # Layer name -> kernel, from an earlier run's `kernels`
-        held_bytes:int=HELD_BYTES, # Largest set of per-sample gradients that one layer may hold: less memory, more time
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         self.is_distributed = isinstance(model, DistributedDataParallel)
@@ -99,7 +97,7 @@ class PrivateStep:
         self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
         self.noise_multiplier, self.max_physical_batch_size = noise_multiplier, max_physical_batch_size
         self.noise, self.is_begun = GaussianNoise(generator=generator, secure=secure_noise), False
-        self.engine = ENGINES[engine](self.model, optimizer, kernels, held_bytes)
+        self.engine = ENGINES[engine](self.model, optimizer, kernels)
     @property
     def counts_first(self)->bool: return getattr(self.clip_rule, "counts_first", False)
     @property
@@ -125,7 +123,7 @@ def begin(self:PrivateStep,
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
     if sigma is None or not (sigma>=0 and math.isfinite(sigma)):
         raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma}")
-    self.step_multiplier, self.is_begun, self.has_noise, self.seen, self.is_counted = float(sigma), True, False, [], False
+    self.step_multiplier, self.is_begun, self.has_noise, self.seen, self.losses, self.is_counted = float(sigma), True, False, [], [], False
 
 @patch
 def count(self:PrivateStep, loss_fn, inputs, targets, groups, pieces:list):
@@ -151,12 +149,14 @@ def accumulate(self:PrivateStep,
     if len(targets)==0: return
     if self.has_noise and self.counts_first and not self.is_counted:
         raise ValueError("a rule that counts before it scales must see the logical batch in one call, got a second piece; give max_physical_batch_size instead")
-    found = []
-    def scale(norms):
-        found.extend((norms.detach(), self.scales(norms.detach(), groups), groups))
-        return found[1]/self.expected_batch_size
+    seen, self.engine.at_once = [], self.counts_first and not self.is_counted
+    def scale(norms): # Of the next samples
+        start = sum(len(s[0]) for s in seen)
+        of_piece = None if groups is None else groups[start:start+len(norms)]
+        seen.append((norms.detach(), self.scales(norms.detach(), of_piece), of_piece))
+        return seen[-1][1]/self.expected_batch_size
     with unchanged_buffers(self.model): losses = self.engine.accumulate(loss_fn, inputs, targets, scale)
-    self.seen.append((*found, losses))
+    self.seen, self.losses = self.seen + seen, [*self.losses, losses]
 
 # %% ../../nbs/algorithms/private_step.ipynb #dcfc5541
 @patch
@@ -184,7 +184,7 @@ def finish(self:PrivateStep)->StepReport:
     "Give the noisy gradient to the optimizer, and step."
     if not self.is_begun: raise ValueError("begin must be called before finish, got finish alone")
     empty = self.engine.flat.new_empty(0)
-    norms, scales, losses = (torch.cat([s[i] for s in self.seen]) if self.seen else empty for i in (0, 1, 3))
+    norms, scales = (torch.cat([s[i] for s in self.seen]) if self.seen else empty for i in (0, 1))
     groups = torch.cat([s[2] for s in self.seen]) if self.seen and self.seen[0][2] is not None else None
     if self.counts_first and not self.seen: self.renew_rule(norms, groups)
     self.draw_noise()
@@ -192,7 +192,7 @@ def finish(self:PrivateStep)->StepReport:
     for p, slot in self.engine.slots.items(): p.grad = slot.shaped
     self.optimizer.step()
     if not self.counts_first: self.renew_rule(norms, groups)
-    self.is_begun, self.seen = False, []
+    losses, self.is_begun, self.seen, self.losses = torch.cat([empty, *self.losses]), False, [], []
     return StepReport(noise_multiplier=self.step_multiplier, sensitivity=self.sensitivity, noise_std=self.noise_std,
         nonprivate_norms=norms, nonprivate_scales=scales, nonprivate_losses=losses)
 

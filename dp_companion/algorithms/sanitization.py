@@ -56,20 +56,22 @@ class SanitizationLayer(nn.Module):
     def grid(self)->float: # A power of two, in units of the elements
         "The step between values that can be released (Mironov 2012)."
         return 2.**(math.floor(math.log2(self.clip)) - 20)
-    def clipped(self,
-        rows:Tensor, # (batch, width)
-    )->Tensor: # (batch, width)
-        "Rows with every element in [-C, C], or in [0, C]."
-        return rows.clamp(-self.clip if self.rows == "symmetric" else 0., self.clip)
-    @property
-    def noise_std(self)->float: # In units of the elements
-        "Standard deviation of one element's noise (@eq-sanitized-row)."
-        counted = self.release(1)
-        return self.clip*counted.noise_multiplier*math.sqrt(counted.width*(1 - counted.dropout))
 
-    def get_extra_state(self): return {"clip": self.clip, "passed_gradients": self.passed_gradients}
-    def set_extra_state(self, state): self.clip, self.passed_gradients = state["clip"], state.get("passed_gradients", True) # an older state does not say
-    def extra_repr(self): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
+# %% ../../nbs/algorithms/sanitization.ipynb #deaca896
+@patch
+def get_extra_state(self:SanitizationLayer)->dict: # Bound, and whether a gradient ever passed
+    "What of the layer travels with a model's state."
+    return {"clip": self.clip, "passed_gradients": self.passed_gradients}
+
+@patch
+def set_extra_state(self:SanitizationLayer,
+    state:dict, # From `get_extra_state`; an older one does not say whether a gradient passed
+):
+    "Take up a saved bound and history."
+    self.clip, self.passed_gradients = state["clip"], state.get("passed_gradients", True)
+
+@patch
+def extra_repr(self:SanitizationLayer): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
 
 # %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
 @patch
@@ -79,7 +81,20 @@ def release(self:SanitizationLayer,
     "What this layer releases of one record, for the budget."
     return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, rows=self.rows)
 
+@patch(as_prop=True)
+def noise_std(self:SanitizationLayer)->float: # In units of the elements
+    "Standard deviation of one element's noise (@eq-sanitized-row), from what the budget reads."
+    counted = self.release(1)
+    return self.clip*counted.noise_multiplier*math.sqrt(counted.width*(1 - counted.dropout))
+
 # %% ../../nbs/algorithms/sanitization.ipynb #3a219811
+@patch
+def clipped(self:SanitizationLayer,
+    rows:Tensor, # (batch, width)
+)->Tensor: # (batch, width)
+    "Rows with every element in [-C, C], or in [0, C]."
+    return rows.clamp(-self.clip if self.rows == "symmetric" else 0., self.clip)
+
 @patch
 def dropped(self:SanitizationLayer,
     rows:Tensor, # (batch, width)
@@ -99,6 +114,7 @@ def noisy(self:SanitizationLayer,
     steps = (exact/self.grid).trunc_().clamp_(-most, most).add_(noise.div_(self.grid).round_())
     return steps.mul_(self.grid).to(rows.dtype) + (rows - rows.detach()) # the second term is zero, with a gradient
 
+# %% ../../nbs/algorithms/sanitization.ipynb #0e440fd7
 @patch
 def forward(self:SanitizationLayer,
     rows:Tensor, # (batch, width)

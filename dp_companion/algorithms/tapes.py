@@ -28,6 +28,7 @@ def one_row(x):
 # %% ../../nbs/algorithms/tapes.ipynb #4c1552e7
 class Tape:
     "An engine whose forward and backward pass the caller runs."
+    at_once = False # Whether `scale` must see the whole batch in one call
     def __init__(self, engine, is_mean:bool): # From `engines`; whether the loss is a mean over the batch
         self.engine, self.is_mean = engine, is_mean
         self.flat, self.slots, self.kernels = engine.flat, engine.slots, engine.kernels
@@ -106,10 +107,8 @@ def accumulate(self:BookTape, loss_fn, inputs, targets, scale)->Tensor: # No los
     "Add the weighted sum of what the book holds."
     book = self.engine.book
     book.check_batch(self.batch_size)
-    norms = book.norms()
-    bad = ~torch.isfinite(norms)
-    book.add(self.scaled(scale)(norms), bad if bad.any() else None)
-    return norms.new_empty(0)
+    book.add_scaled(self.scaled(scale), self.at_once)
+    return self.flat.new_empty(0)
 
 # %% ../../nbs/algorithms/tapes.ipynb #bc425a90
 class HooksTape(Tape):

@@ -114,6 +114,7 @@ class Worst(nn.Module):
     )->Tensor: # (batch, width)
         return self.row.expand(len(images), -1)
 
+# %% ../../nbs/audits/sanitized.ipynb #b094bae9
 def row_scores(
     spec:RunSpec, # The run: its layer, its releases, its trainer
     is_bright:bool, # Whether the rows are at the bound, or zero
@@ -205,6 +206,7 @@ class Opposed(nn.Module):
     )->Tensor: # (batch, width)
         return self.linear(images.flatten(1)[:, :1]) + self.middle
 
+# %% ../../nbs/audits/sanitized.ipynb #df9167c4
 def step_scores(
     spec:RunSpec, # A run with DP-SGD below: its layer, its rule, its noise
     sign:int, # Of the record's pixel: 1 or -1

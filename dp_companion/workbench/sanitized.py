@@ -90,16 +90,18 @@ class ScaledHead(nn.Module):
     )->Tensor: # (batch, classes)
         return nn.functional.linear((rows - self.center)/self.by, self.linear.weight, self.linear.bias*self.bias_input)
 
-    @torch.no_grad()
-    def start(self,
-        rows:Tensor, # (records, width) released
-        labels:Tensor, # (records,) public
-    ):
-        "The nearest class mean, as a linear function."
-        means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0) for k in range(self.linear.out_features)])
-        self.center.copy_(means.mean(0))
-        weight = (means - self.center)/self.by
-        self.linear.weight.copy_(weight); self.linear.bias.copy_(-weight.square().sum(1)/2/self.bias_input)
+# %% ../../nbs/workbench/sanitized.ipynb #88a109a8
+@patch
+@torch.no_grad()
+def start(self:ScaledHead,
+    rows:Tensor, # (records, width) released
+    labels:Tensor, # (records,) public
+):
+    "The nearest class mean, as a linear function."
+    means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0) for k in range(self.linear.out_features)])
+    self.center.copy_(means.mean(0))
+    weight = (means - self.center)/self.by
+    self.linear.weight.copy_(weight); self.linear.bias.copy_(-weight.square().sum(1)/2/self.bias_input)
 
 # %% ../../nbs/workbench/sanitized.ipynb #68bdc12a
 def build_layer(
@@ -205,21 +207,23 @@ class SanitizedRun:
         self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
         self.epochs, self.nonprivate_nonfinite_samples = [], 0
 
-    def count(self,
-        layer:SanitizationLayer, # The run's
-        inputs:tuple, # (rows,), about to be released
-    ):
-        "Every row that gets noise is counted by the layer itself, whoever asks for it, and gets the noise that was accounted."
-        if not layer.training: return
-        if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
-        self.released += len(inputs[0])
-
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up
         "Whether the run ends here."
         return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
 
 # %% ../../nbs/workbench/sanitized.ipynb #a00a9a94
+@patch
+def count(self:SanitizedRun,
+    layer:SanitizationLayer, # The run's
+    inputs:tuple, # (rows,), about to be released
+):
+    "Every row that gets noise is counted by the layer itself, whoever asks for it, and gets the noise that was accounted."
+    if not layer.training: return
+    if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
+    self.released += len(inputs[0])
+
+# %% ../../nbs/workbench/sanitized.ipynb #3522c23a
 @patch
 def state(self:SanitizedRun)->dict: # Of tensors and plain values
     "All that changes between epochs."
@@ -263,40 +267,48 @@ class PrivateBelow:
         self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
                                 generator=run.noise, kernels=self.kernels(network, spec))
 
-    def state_dict(self)->dict: # Of learner and ledger
-        "What changes with every step."
-        return {"learner": self.learner.state_dict(), "ledger": self.ledger}
-    def load_state_dict(self,
-        state:dict, # From `state_dict`
-    ):
-        "Take up a saved state."
-        self.learner.load_state_dict(state["learner"])
-        self.ledger = state["ledger"]
+# %% ../../nbs/workbench/sanitized.ipynb #1aca2838
+@patch
+def state_dict(self:PrivateBelow)->dict: # Of learner and ledger
+    "What changes with every step."
+    return {"learner": self.learner.state_dict(), "ledger": self.ledger}
 
-    def kernels(self,
-        network:nn.Sequential, # What DP-SGD steps on
-        spec:RunSpec, # The run
-    )->dict|None: # Layer name to kernel; None for Opacus's engines
-        "Pinned, so that a run repeats to the bit: the fast one for small images, the frugal one for ResNet-18."
-        if spec.engine != "book": return None
-        return {name: "chunked" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
+@patch
+def load_state_dict(self:PrivateBelow,
+    state:dict, # From `state_dict`
+):
+    "Take up a saved state."
+    self.learner.load_state_dict(state["learner"])
+    self.ledger = state["ledger"]
 
-    def batches(self,
-        run:SanitizedRun, # Its plan and its secret generator
-        e:int, # Epoch, from 0
-    ): # An iterable of lists of indices, as many as the epoch has steps
-        "The secret batches of one epoch."
-        return UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.secret, steps=int(run.plan.steps_per_epoch[e]))
+# %% ../../nbs/workbench/sanitized.ipynb #cb3161c7
+@patch
+def kernels(self:PrivateBelow,
+    network:nn.Sequential, # What DP-SGD steps on
+    spec:RunSpec, # The run
+)->dict|None: # Layer name to kernel; None for Opacus's engines
+    "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
+    if spec.engine != "book": return None
+    return {name: "matrices" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
-    def __call__(self,
-        run:SanitizedRun, # The same
-        indices:list, # Of one secret batch; may be empty
-    ):
-        "One step, counted before it is released."
-        self.ledger.append(run.spec.noise_multiplier)
-        report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
-        self.learner.lr.step()
-        run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
+@patch
+def batches(self:PrivateBelow,
+    run:SanitizedRun, # Its plan and its secret generator
+    e:int, # Epoch, from 0
+): # An iterable of lists of indices, as many as the epoch has steps
+    "The secret batches of one epoch."
+    return UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.secret, steps=int(run.plan.steps_per_epoch[e]))
+
+@patch
+def __call__(self:PrivateBelow,
+    run:SanitizedRun, # The same
+    indices:list, # Of one secret batch; may be empty
+):
+    "One step, counted before it is released."
+    self.ledger.append(run.spec.noise_multiplier)
+    report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
+    self.learner.lr.step()
+    run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
 
 # %% ../../nbs/workbench/sanitized.ipynb #9dd23146
 def released(
