@@ -491,4 +491,51 @@ def test_late_gradients_never_need_more_room_than_the_backward_pass():
     for freed in (0, 3_200, 20_000, 64_000):
         at = per_sample_norms.pieces([late], 64, freed)
         assert [i for s in at for i in range(64)[s]] == list(range(64))
-        assert max(len(range(64)[s]) for s in at)*1000 <= max(freed, 64*50)
+        assert max(len(range(64)[s]) for s in at)*1000 <= max(freed, 1000)
+
+
+def test_half_precision_loses_no_part_of_a_norm():
+    "One large part and two hundred small ones, each lost where it is added alone to a sum of eight bits."
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(201))).to(torch.bfloat16)
+    with torch.no_grad():
+        for layer in model: layer.weight.fill_(1.)
+        model[-1].weight.fill_(1/16) # What it sends back to all others
+    step = step_for(model, clip_rule=Flat(), expected_batch_size=1)
+    step(lambda outputs, targets: outputs.flatten(), torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1))
+    assert gradient(step).double().norm() <= 1 + 2**-8
+
+
+def test_what_a_layer_has_read_may_not_change_before_the_sum():
+    model = nn.Linear(3, 2)
+    book, x = book_keeping.Book(model), torch.ones(4, 3)
+    with book.recording(): outputs = model(x)
+    outputs.sum().backward()
+    x.mul_(100)
+    with pytest.raises(ValueError, match="the input of layer '' and its output's gradient must not be changed in place before the step is over"): book.add_scaled(torch.ones_like)
+    assert book.pages == [] and not book.flat.any()
+
+
+def test_a_step_that_failed_half_way_cannot_go_on(monkeypatch):
+    x, y = batch(digits_cnn, 11, dtype=torch.float64)
+    step = step_for(network(digits_cnn, torch.float64), kernels={"0": "matrices", "3": "matrices"})
+    form, calls = per_sample_norms.weight_matrices, []
+    monkeypatch.setattr(book_keeping, "pieces", lambda parts, batch, freed=0: per_sample_norms.pieces(parts, batch))
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == 4: raise MemoryError("no room for the next piece")
+        return form(*args)
+    monkeypatch.setattr(per_sample_norms, "weight_matrices", fails)
+    step.begin()
+    with pytest.raises(MemoryError): step.accumulate(LOSS, x, y)
+    for go_on in (step.finish, lambda: step.accumulate(LOSS, x, y)):
+        with pytest.raises(ValueError, match="begin must be called before"): go_on()
+    clean = step_for(network(digits_cnn, torch.float64), kernels={"0": "matrices", "3": "matrices"})
+    monkeypatch.undo()
+    for s in (step, clean): s(LOSS, x, y)
+    assert difference(gradient(step), gradient(clean)) < 1e-12
+
+
+def test_groups_must_fit_the_batch():
+    x, y = batch(digits_cnn, 6)
+    step = step_for(network(digits_cnn), clip_rule=GroupAdaptive(num_groups=10), generator=seeded())
+    with pytest.raises(ValueError, match="groups must have one label per sample, got 7 labels for 6 samples"): step(LOSS, x, y, groups=torch.zeros(7, dtype=torch.long))

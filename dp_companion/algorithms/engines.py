@@ -49,7 +49,7 @@ def part_of(inputs, index): # `inputs` for some samples
 
 # %% ../../nbs/algorithms/engines.ipynb #7431892d
 class BookEngine:
-    "One backward pass, no per-sample gradient of a linear layer kept (Bu et al. 2022)."
+    "One backward pass, which leaves the weights' gradients out (Bu et al. 2022)."
     at_once = False # Whether `scale` must see the whole batch in one call
     def __init__(self, model, optimizer, kernels=None):
         self.book = Book(model, kernels=kernels)

@@ -103,12 +103,12 @@ LAUNCH_ELEMENTS = 1<<26 # Formed at once on a GPU, where small pieces wait for t
 def pieces(
     parts:list, # Parts and LateParts of one batch
     batch:int, # Its samples
-    freed:int=0, # Numbers that the backward pass held, and holds no more
+    freed:int=0, # Numbers that the backward pass held, and that nobody holds any more
 )->list: # Slices of the batch; one where nothing is late
-    "As many samples at once as need no more memory for their gradients than the backward pass did for its own, or than what they are formed of."
+    "As many samples at once as have room for their gradients in what was freed, or in a quarter of what they are formed of."
     late = [part for part in parts if isinstance(part, LatePart)]
     if not late: return [slice(None)]
-    room = max(freed, sum(x.numel() for part in late for x in part.rows), LAUNCH_ELEMENTS*late[0].rows[0].is_cuda)
+    room = max(freed, sum(x.numel() for part in late for x in part.rows)//4, LAUNCH_ELEMENTS*late[0].rows[0].is_cuda)
     size = math.ceil(batch/math.ceil(batch/max(1, room//sum(part.elements for part in late)))) # of even pieces
     return [slice(start, start + size) for start in range(0, batch, size)]
 
@@ -326,7 +326,7 @@ def candidates(layer, slots, a, b)->list: # Names in `kernels_of(layer)`
     n, channels = slots["weight"].flat.numel(), slots["weight"].shaped.shape[0]
     T = b[0].numel()//channels
     gram = T*(n//channels+channels)<=4*n
-    formed = n*b.element_size()<=HELD_BYTES or not gram
-    if type(layer) is nn.Linear: return ["gram"]*gram+["matrices"]*formed
+    is_small = n*b.element_size()<=HELD_BYTES or not gram
+    if type(layer) is nn.Linear: return ["gram"]*gram+["matrices"]*is_small
     product = gram and layer.groups==1 and len(b)*patch_elements(layer, slots, b)*b.element_size()<=HELD_BYTES
-    return ["gram"]*gram+["gram_product"]*product+["matrices", "grouped"]*formed
+    return ["gram"]*gram+["gram_product"]*product+["matrices", "grouped"]*is_small

@@ -149,7 +149,7 @@ ZOO = [
         (Patch(STEP, "accumulate", "losses = self.engine", "self.engine.flat.share = 1/self.expected_batch_size; losses = self.engine"),
          Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), self.flat.share))"))),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
-        (Patch(Book, "add_scaled", "part in early), self", "part in early[1:]), self"),)),
+        (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"),)),
     Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,
         (Patch(RuledOptimizer, "clip_and_accumulate", "g.flatten(1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"),)),
     Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
