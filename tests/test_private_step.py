@@ -448,6 +448,12 @@ def test_the_step_needs_little_more_memory_than_an_ordinary_one(root, row):
     assert peak("frugal") <= 1.3*peak("ordinary")
 
 
+@pytest.fixture
+def small_pieces(monkeypatch):
+    "Late gradients get no room that was freed, so that a small batch too is formed in several pieces."
+    monkeypatch.setattr(book_keeping, "pieces", lambda parts, batch, freed=0: per_sample_norms.pieces(parts, batch))
+
+
 class Watched(Flat):
     "A flat rule that notes how many samples it is asked about at a time."
     def scale(self, norms):
@@ -459,14 +465,13 @@ SEEN = []
 
 
 @pytest.mark.parametrize("kernel", ["matrices", "grouped"])
-def test_late_gradients_are_the_same_step(kernel, monkeypatch):
-    "A few samples at a time, one of them not finite and one with another weight of the loss, against Opacus's hooks."
+def test_late_gradients_are_the_same_step(kernel, small_pieces):
+    "A few samples at a time, one of them not finite and one much brighter, against Opacus's hooks."
     x, y = batch(digits_cnn, 11, dtype=torch.float64)
     x[4], x[6] = math.nan, 30*x[6]
     kernels = {"0": kernel, "3": kernel}
     late, hooks = (step_for(network(digits_cnn, torch.float64), clip_rule=Watched(max_grad_norm=.5), engine=engine, **pin) for engine, pin in (("book", dict(kernels=kernels)), ("hooks", {})))
     SEEN.clear()
-    monkeypatch.setattr(book_keeping, "pieces", lambda parts, batch, freed=0: per_sample_norms.pieces(parts, batch))
     a = late(LOSS, x, y)
     assert sum(SEEN) == 11 and len(SEEN) > 2
     b = hooks(LOSS, x, y)
@@ -475,10 +480,9 @@ def test_late_gradients_are_the_same_step(kernel, monkeypatch):
     assert difference(a.nonprivate_norms[good], b.nonprivate_norms[good]) < 1e-9 and torch.equal(a.nonprivate_scales[~good], torch.zeros(1, dtype=torch.float64))
 
 
-def test_a_rule_with_groups_sees_each_sample_with_its_own(monkeypatch):
+def test_a_rule_with_groups_sees_each_sample_with_its_own(small_pieces):
     "Late gradients come a few at a time; DP-F, which counts first, has them all at once, and once it has counted, a few at a time."
     x, y = batch(digits_cnn, 11, dtype=torch.float64)
-    monkeypatch.setattr(book_keeping, "pieces", lambda parts, batch, freed=0: per_sample_norms.pieces(parts, batch))
     rule = GroupAdaptive(num_groups=10, count_noise=1., group_bounds=tuple(.1 + .1*k for k in range(10)))
     book, hooks, pieces = (step_for(network(digits_cnn, torch.float64), clip_rule=rule, engine=engine, generator=seeded(), noise_multiplier=1., **more)
                            for engine, more in (("book", dict(kernels={"0": "matrices", "3": "matrices"})), ("hooks", {}), ("book", dict(kernels={"0": "matrices", "3": "matrices"}, max_physical_batch_size=6))))
@@ -515,11 +519,10 @@ def test_what_a_layer_has_read_may_not_change_before_the_sum():
     assert book.pages == [] and not book.flat.any()
 
 
-def test_a_step_that_failed_half_way_cannot_go_on(monkeypatch):
+def test_a_step_that_failed_half_way_cannot_go_on(small_pieces, monkeypatch):
     x, y = batch(digits_cnn, 11, dtype=torch.float64)
     step = step_for(network(digits_cnn, torch.float64), kernels={"0": "matrices", "3": "matrices"})
     form, calls = per_sample_norms.weight_matrices, []
-    monkeypatch.setattr(book_keeping, "pieces", lambda parts, batch, freed=0: per_sample_norms.pieces(parts, batch))
     def fails(*args):
         calls.append(args)
         if len(calls) == 4: raise MemoryError("no room for the next piece")
