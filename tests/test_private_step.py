@@ -445,7 +445,7 @@ def test_no_gradient_passes_its_sensitivity(kind, kernel, mean, spread, pull, ru
 @pytest.mark.parametrize("row", ["mnist-64", "mnist-256"])
 def test_the_step_needs_little_more_memory_than_an_ordinary_one(root, row):
     def peak(variant): return json.loads(subprocess.run([sys.executable, root/"tests"/"bench"/"private_step.py", "--peak", f"{row}:{variant}"], check=True, capture_output=True, text=True).stdout.splitlines()[-1])["peak_mb"]
-    assert peak("frugal") <= 1.3*peak("ordinary")
+    assert peak("book") <= 1.3*peak("ordinary")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch.utils._pytree import tree_leaves
 from torch import nn, Tensor
 from opacus.grad_sample import GradSampleModule
-from .per_sample_norms import KERNELS, LatePart, Part, Slot, candidates, kernels_of, opacus_rows, pieces, row_part
+from .per_sample_norms import HELD_BYTES, KERNELS, LatePart, Part, Slot, candidates, kernels_of, opacus_rows, pieces, row_part
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #acb03971
 def gradient_slots(
@@ -80,12 +80,12 @@ def add_parts(
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #f4b4454e
 def seconds(kernel, layer, slots, a, b)->float:
-    "Time of the norms and the sum by one kernel."
+    "Time of the norms and the sum by one kernel, in pieces as large as in a deep network."
     if b.is_cuda: torch.cuda.synchronize()
     start = time.perf_counter()
     for part in kernel(layer, slots, a, b):
         if part.parameter not in slots: continue
-        for at in pieces([part], len(b)): add_parts([(slots[part.parameter], with_norms(part, at))], b.new_ones(len(b))[at])
+        for at in pieces([part], len(b), HELD_BYTES//b.element_size()): add_parts([(slots[part.parameter], with_norms(part, at))], b.new_ones(len(b))[at])
     if b.is_cuda: torch.cuda.synchronize()
     return time.perf_counter()-start
 
@@ -121,7 +121,7 @@ class Book:
 @patch
 def clear(self:Book):
     "Forget the pages of the last batch."
-    self.pages, self.shared, self.uses, self.batch_sizes, self.freed, self.read = [], {}, Counter(), {}, 0, []
+    self.pages, self.shared, self.uses, self.batch_sizes, self.freed, self.widest, self.read = [], {}, Counter(), {}, 0, 0, []
 
 @patch
 def check_pin(self:Book, name:str):
@@ -205,7 +205,8 @@ def tap(self:Book, name, layer, args, output):
 def write(self:Book, name, a, version, b):
     "Write the page of one layer."
     if a._version!=version: raise ValueError(f"the input of layer {name!r} must not be changed in place after the layer has read it")
-    layer, slots, self.freed = self.layers[name], self.layer_slots[name], self.freed + a.numel() + b.numel()
+    layer, slots = self.layers[name], self.layer_slots[name]
+    self.freed, self.widest = self.freed + a.numel() + b.numel(), max(self.widest, b.numel())
     if any(self.uses[slot]>1 for slot in slots.values()): return self.write_shared(layer, slots, a, b)
     if name not in self.kernels: self.kernels[name] = fastest(layer, slots, a, b)
     for part in kernels_of(layer)[self.kernels[name]](layer, slots, a, b):
@@ -239,7 +240,7 @@ def add_scaled(self:Book,
         late, early = self.closed()
         batch = next(iter(self.batch_sizes.values()))
         known = summed([self.flat.new_zeros(batch), *(part.squared_norms for _, part in early)])
-        free = self.freed - sum(x.numel() for _, x, _ in self.read)
+        free = max(self.freed, 3*self.widest) - sum(x.numel() for _, x, _ in self.read) # What follows the widest layer holds its output, its output's gradient and a gradient of its own at once
         found = [add_late(late, known[at], at, scale) for at in ([slice(None)] if at_once else pieces([part for _, part in late], batch, free))]
         add_parts(early, *map(torch.cat, zip(*found)))
     finally: self.clear()

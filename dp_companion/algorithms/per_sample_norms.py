@@ -328,5 +328,7 @@ def candidates(layer, slots, a, b)->list: # Names in `kernels_of(layer)`
     gram = T*(n//channels+channels)<=4*n
     is_small = n*b.element_size()<=HELD_BYTES or not gram
     if type(layer) is nn.Linear: return ["gram"]*gram+["matrices"]*is_small
-    product = gram and layer.groups==1 and len(b)*patch_elements(layer, slots, b)*b.element_size()<=HELD_BYTES
-    return ["gram"]*gram+["gram_product"]*product+["matrices", "grouped"]*is_small
+    patches = patch_elements(layer, slots, b)
+    product = gram and layer.groups==1 and 4*patches<=n and len(b)*patches*b.element_size()<=HELD_BYTES
+    fills = layer.groups>1 or layer.in_channels%8==channels%8==0 # the blocks that the library computes in; it pads what does not, and needs several times the room
+    return ["gram"]*gram+["gram_product"]*product+["matrices"]*is_small+["grouped"]*(is_small and fills)

@@ -58,11 +58,6 @@ def book(model, x, y, **noise):
     return step
 
 
-def frugal(model, x, y):
-    "The same with the kernel that needs least memory pinned, as runs on real MNIST have it; which one is fastest depends on the processor."
-    return book(model, x, y, kernels={name: "matrices" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)}, generator=torch.Generator().manual_seed(0))
-
-
 def hooks(model, x, y):
     "Opacus's step on per-sample gradients."
     model, loss = GradSampleModule(model), nn.CrossEntropyLoss()
@@ -128,7 +123,7 @@ def row(name, repeats, only):
 def peak_memory(variant, build, size):
     "Largest sum of live tensor bytes over a few steps, and the largest resident size, of this process."
     torch.set_num_threads(2)
-    step = {"ordinary": ordinary, "frugal": frugal}[variant](build(), *batch(build, size))
+    step = {"ordinary": ordinary, "book": book}[variant](build(), *batch(build, size))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(3): step()
     with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile: step()
@@ -151,7 +146,7 @@ def memory(name):
     "Peak memory of the ordinary and of the private step, each in a process of its own."
     command = [sys.executable, __file__, "--peak"]
     return [json.loads(subprocess.run([*command, f"{name}:{v}"], check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-            for v in ("ordinary", "frugal")]
+            for v in ("ordinary", "book")]
 
 
 def main():
