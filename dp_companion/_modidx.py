@@ -2252,4 +2252,6 @@ d = { 'settings': { 'branch': 'main',
             'dp_companion.workbench.training': { 'dp_companion.workbench.training.train': ( 'workbench/training.html#train',
                                                                                             'dp_companion/workbench/training.py'),
                                                  'dp_companion.workbench.training.train_now': ( 'workbench/training.html#train_now',
-                                                                                                'dp_companion/workbench/training.py')}}}
+                                                                                                'dp_companion/workbench/training.py'),
+                                                 'dp_companion.workbench.training.training_device': ( 'workbench/training.html#training_device',
+                                                                                                      'dp_companion/workbench/training.py')}}}

@@ -210,6 +210,7 @@ def _layers(record, runs):
     from dp_companion.workbench.planning import poisson_plan
     return audit_layers([record], lambda spec: poisson_plan(spec, load_dataset(spec.dataset)), runs)
 
+# %% ../nbs/cli.ipynb #22331d50
 def _headlines(paper, as_json): # What a paper stands for, attacked
     from dp_companion.audits.audited_claims import audit_headlines
     rows = [{"setting": headline.setting, "as printed": headline.is_printed, "unit": headline.unit, **report.to_dict()} for headline, report in audit_headlines(paper)]

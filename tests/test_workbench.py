@@ -26,6 +26,8 @@ from dp_companion.workbench.fairness import fairness_metrics, group_accuracies, 
 from dp_companion.workbench.losses import build_loss, focal_loss
 from dp_companion.workbench.models import build_model
 from dp_companion.workbench.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
+from dp_companion.workbench.records import spec_from_dict
+from dp_companion.workbench.training import train
 
 properties = settings(derandomize=True, max_examples=40, deadline=None)
 SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn", "small_resnet"]
@@ -342,6 +344,25 @@ def test_every_optimizer_takes_private_steps(name):
     for k in range(3): step(cross_entropy, data.train_images[64*k:64*k + 64], data.train_labels[64*k:64*k + 64], noise_multiplier=1.)
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert after.isfinite().all() and not torch.equal(before, after)
+
+
+def short_run(runs, monkeypatch, device, name="flat", **values):
+    monkeypatch.setenv("DP_COMPANION_DEVICE", device)
+    return train(spec_from_dict(dict(paper="global_adapt_v2", method=name, dataset="digits", model="mnist_cnn", clip_rule=name, noise_multiplier=1., accounting="as_printed",
+                                     target_epsilon=1., epochs=2, expected_batch_size=128, seed=0) | values), runs)
+
+
+@pytest.mark.parametrize("device", ["gpu7", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_sentence(tmp_path, monkeypatch, device):
+    with pytest.raises(ValueError, match=f"DP_COMPANION_DEVICE must be a device that torch can use here, got {device!r}; unset it"): short_run(tmp_path, monkeypatch, device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
+@pytest.mark.parametrize("name", ["flat", "global_adapt", "group_adaptive"])
+def test_a_run_on_cuda_takes_the_steps_of_the_cpu(tmp_path, monkeypatch, name):
+    here, there = (short_run(tmp_path/device, monkeypatch, device, name) for device in ("cpu", "cuda"))
+    assert there.provenance["device"] == "cuda" and here.budget == there.budget
+    for a, b in zip(here.epochs, there.epochs): assert a["nonprivate_train_loss"] == pytest.approx(b["nonprivate_train_loss"], rel=1e-3)
 
 
 def test_only_the_plateau_hears_the_public_loss():

@@ -47,7 +47,7 @@ class BatchStep:
         with unchanged_buffers(self.model): losses = per_sample_losses(loss_fn, call(self.model, inputs), targets) if len(targets) else torch.zeros(0)
         if len(targets): losses.mean().backward()
         norm, scale, std = *clip_batch_(self.model, self.clip_rule.max_grad_norm), noise_multiplier*self.clip_rule.sensitivity
-        for p in self.model.parameters(): p.grad.add_(self.noise.fill_(torch.empty(p.numel(), dtype=p.dtype), std).view_as(p))
+        for p in self.model.parameters(): p.grad.add_(self.noise.fill_(p.new_empty(p.numel()), std).view_as(p))
         self.optimizer.step()
         return StepReport(noise_multiplier=noise_multiplier, sensitivity=self.clip_rule.sensitivity, noise_std=std, nonprivate_norms=norm[None],
                           nonprivate_scales=scale[None], nonprivate_losses=losses.detach())

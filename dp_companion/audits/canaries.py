@@ -207,6 +207,7 @@ def schedule_scores(
         return sum((ratio(event, steps, is_in) for event, steps in blocks), torch.zeros(draws, dtype=torch.float64)).numpy()
     return world(False), world(True)
 
+# %% ../../nbs/audits/canaries.ipynb #5259268a
 def audit_schedule(
     events:Iterable[MechanismEvent], # What is released, in order: `gaussian_events(schedule, plan)`
     *,

@@ -29,14 +29,15 @@ def nonprivate_means(
     reports:list, # One StepReport a step
 )->dict: # nonprivate_train_loss in nats and nonprivate_grad_norm, over all samples of all steps; None where not finite
     "Mean loss and mean gradient norm of an epoch's samples: raw data, for the page only."
-    losses, norms = (torch.cat([getattr(r, name) for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
+    losses, norms = (torch.cat([getattr(r, name).cpu() for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
     return {"nonprivate_train_loss": finite(losses.mean().item()), "nonprivate_grad_norm": finite(norms.mean().item())}
 
 # %% ../../nbs/workbench/evaluation.ipynb #6ff65921
 def outputs_on_test(model, data):
     "(n, classes) outputs on the test images."
+    device = next(model.parameters(), torch.empty(0)).device
     model.eval()
-    with torch.no_grad(): return torch.cat([model(images) for images in data.test_images.split(250)])
+    with torch.no_grad(): return torch.cat([model(images.to(device)).cpu() for images in data.test_images.split(250)])
 
 # %% ../../nbs/workbench/evaluation.ipynb #237e8505
 def evaluate(

@@ -40,6 +40,7 @@ def coarse_epsilon(
     "Epsilon by PLD on a grid ten times coarser, which takes a tenth of the time; `inf` where that fails."
     return pld_epsilon(events, delta=delta, interval=10*grid_interval(composable(events), delta=delta))
 
+# %% ../../nbs/workbench/multipliers.ipynb #28a062e3
 def certified_initial(
     shape:Schedule, # Its initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate

@@ -79,13 +79,14 @@ class Run:
     "The state of one run between two epochs."
     def __init__(self,
         spec:RunSpec, # The run
-        data:Dataset, # Its data
+        data:Dataset, # Its data, which stay where they are
+        device:str="cpu", # Where the network trains
     ):
-        self.spec, self.data, self.plan = spec, data, poisson_plan(spec, data)
+        self.spec, self.data, self.plan, self.device = spec, data, poisson_plan(spec, data), device
         self.multipliers = np.zeros(self.plan.steps) if spec.clip_rule == "none" else self.plan.per_step(noise_schedule(spec, self.plan))
         self.bounds, self.following = stage_bounds(spec, self.plan), following_noise(spec, self.plan)
         self.loss, image = build_loss(spec.loss), data.train_images.shape
-        self.model = build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=image[-1], channels=image[1], classes=data.classes)
+        self.model = build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=image[-1], channels=image[1], classes=data.classes).to(device)
         self.sampling, self.noise = (torch.Generator().manual_seed(stream_seed(spec.seed, purpose)) for purpose in ("sampling", "noise"))
         self.optimizer = build_optimizer(spec.optimizer, self.model.parameters(), learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
         self.step = build_step(self, image[-1])
@@ -128,7 +129,7 @@ def step(
     "One step of `run`; its multiplier is taken down before the noise is drawn."
     run.ledger.append(noise_multiplier)
     run.step.clip_rule = rule_of_step(run.step.clip_rule, run.bounds, len(run.ledger) - 1)
-    images, labels = run.data.train_images[indices], run.data.train_labels[indices]
+    images, labels = (x[indices].to(run.device) for x in (run.data.train_images, run.data.train_labels))
     groups = labels if getattr(run.step.clip_rule, "needs_groups", False) else None
     report = run.step(run.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
     check_step(report, run.bounds, len(run.ledger) - 1)
@@ -196,7 +197,7 @@ def finish(
     "Write the record, then what may differ between executions beside it, then drop the checkpoint."
     path = record_path(run.spec, runs)
     record = RunRecord(spec=run.spec, epochs=run.epochs, final={**run.epochs[-1], "test_auc": evaluate_auc(run.model, run.data), "nonprivate_nonfinite_samples": run.nonprivate_nonfinite_samples},
-                       budget=report.to_dict(), provenance=provenance())
+                       budget=report.to_dict(), provenance=provenance(run.device))
     write_json(path, record.to_dict())
     write_json(path.with_name("timing.json"), {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "wall_seconds": round(time.time() - started, 3)})
     for leftover in [path.with_name("checkpoint.pt"), *path.parent.glob(".*.??*")]: leftover.unlink(missing_ok=True) # of this run or of a killed one
@@ -217,5 +218,5 @@ def read_checkpoint(
     path:Path, # As written by `save_checkpoint`
 )->dict: # The state
     "Read a checkpoint; a damaged one is an error of one sentence."
-    try: return torch.load(path, weights_only=True)
+    try: return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__}); delete that file and run again") from None
