@@ -11,17 +11,16 @@ import seaborn as sns
 from contextlib import contextmanager
 
 # %% ../nbs/figures.ipynb #27b193d2
-PALETTE = sns.color_palette("colorblind", 8).as_hex() # safe for the common kinds of colour blindness
-LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2))] # one per colour, so that grey print keeps the series apart
-MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"] # one per colour
+PALETTE = sns.color_palette("colorblind", 10).as_hex() # safe for the common kinds of colour blindness
+LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (9, 2, 1, 2))] # so that grey print keeps the series apart
+MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h"]
 
 # %% ../nbs/figures.ipynb #47ad2736
 def series(
-    index:int, # Position of the series in its figure; styles repeat after eight
+    index:int, # Position of the series in its figure; no two under nine share anything, no two under ninety a colour and a line
 )->dict: # Keyword arguments for `Axes.plot`
     "Colour, line style and marker of the series at `index`."
-    k = index % len(PALETTE)
-    return dict(color=PALETTE[k], linestyle=LINES[k], marker=MARKERS[k], markersize=4)
+    return dict(color=PALETTE[index % len(PALETTE)], linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], markersize=4)
 
 # %% ../nbs/figures.ipynb #ef98f6ca
 @contextmanager

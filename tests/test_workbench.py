@@ -23,10 +23,14 @@ from dp_companion.published import load
 from dp_companion.workbench import datasets, image_folders, melt_pools, models
 from dp_companion.workbench.datasets import load_cifar, load_dataset, load_image_folder, load_unbalanced_digits, thinned, where
 from dp_companion.workbench.fairness import fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
+from dp_companion.workbench.grid import PROFILES, method_values, profile_named
+from dp_companion.workbench.grid_adaptive import ADAPTIVE_PROFILES
 from dp_companion.workbench.losses import build_loss, focal_loss
 from dp_companion.workbench.models import build_model
 from dp_companion.workbench.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
+from dp_companion.workbench.planning import noise_schedule
 from dp_companion.workbench.records import spec_from_dict
+from dp_companion.workbench.run import KERNELS
 from dp_companion.workbench.training import train
 
 properties = settings(derandomize=True, max_examples=40, deadline=None)
@@ -344,6 +348,33 @@ def test_every_optimizer_takes_private_steps(name):
     for k in range(3): step(cross_entropy, data.train_images[64*k:64*k + 64], data.train_labels[64*k:64*k + 64], noise_multiplier=1.)
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert after.isfinite().all() and not torch.equal(before, after)
+
+
+SIDES = {"digits": 8, "unbalanced_digits": 8, "mnist": 28, "unbalanced_mnist": 28, "cifar10": 32, "cifar100": 32, "synthetic_melt_pool_small": 24, "thinwall": 200}
+
+
+@pytest.mark.parametrize("profiles", [PROFILES, ADAPTIVE_PROFILES], ids=["global_adapt_v2", "adaptive_noise"])
+def test_every_profile_has_kernels_for_its_network(profiles):
+    assert all((profile.model, SIDES[profile.dataset]) in KERNELS for of_paper in profiles.values() for profile in of_paper.values())
+
+
+@pytest.mark.parametrize("method, epochs", [("DP-SGD-Global-Adapt-V2-L", 90), ("DP-SGD-Global-Adapt-V2-T", 90), ("DP-SGD-Global-Adapt-V2-S", 90)])
+def test_decays_fall_in_ten_epochs_as_in_a_hundred(method, epochs):
+    def fall(name, at):
+        said = method_values(profile_named(name), method)
+        shape = noise_schedule(spec_from_dict({**said, "noise_multiplier": 1., "accounting": "as_printed", "target_epsilon": 1., "seed": 0}), None)
+        return shape.at(at)/shape.at(0)
+    assert fall("laptop", epochs//10) == pytest.approx(fall("paper", epochs), rel=1e-12)
+
+
+def test_an_epoch_without_a_step_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="expected_batch_size must leave a step to every epoch, got expected_batch_size=1000 of 1437 records; use at most 718"):
+        short_run(tmp_path, monkeypatch, "cpu", expected_batch_size=1000)
+
+
+def test_a_bound_that_follows_counts_takes_no_schedule(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="bound_decay_rate must be None with clip_rule=global_adapt"):
+        short_run(tmp_path, monkeypatch, "cpu", "global_adapt", strict_max_grad_norm=10., bound_decay_rate=.5, drop_every=1)
 
 
 def short_run(runs, monkeypatch, device, name="flat", **values):

@@ -22,7 +22,7 @@ def build_optimizer(
     *,
     learning_rate:float, # Initial learning rate, > 0
     weight_decay:float=0., # Decoupled for "adamw", an L2 term for the others; >= 0
-)->torch.optim.Optimizer: # With PyTorch's defaults for all else: no momentum for "sgd" and "rmsprop"
+)->torch.optim.Optimizer: # With PyTorch's defaults for all else: no momentum for "sgd" and "rmsprop", unless a schedule gives them one
     "The named optimizer."
     if name not in OPTIMIZERS: raise ValueError(f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got optimizer={name!r}")
     if not 0 < learning_rate < math.inf: raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
@@ -39,7 +39,7 @@ def _part(steps, fraction): return max(1, round(steps*fraction)) # at least one 
 
 # %% ../../nbs/workbench/optimizers.ipynb #4dd855da
 def one_cycle(optimizer, learning_rate, steps): # Builders share this signature; `steps` is the length of the run
-    "Up and down once (Smith and Topin 2018), PyTorch's defaults."
+    "Up and down once (Smith and Topin 2018), PyTorch's defaults; momentum, or Adam's first beta, goes from 0.95 to 0.85 and back."
     return lrs.OneCycleLR(optimizer, max_lr=ONE_CYCLE_RISE*learning_rate, total_steps=steps, div_factor=ONE_CYCLE_RISE)
 
 def step_drops(optimizer, learning_rate, steps):

@@ -40,7 +40,9 @@ def poisson_plan(
     data:Dataset, # Its data
 )->PoissonPlan: # Data set size, expected batch size, epochs
     "The sampling plan of `spec` on `data`."
-    return PoissonPlan(dataset_size=len(data.train_labels), expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
+    plan = PoissonPlan(dataset_size=len(data.train_labels), expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
+    if not all(plan.steps_per_epoch): raise ValueError(f"expected_batch_size must leave a step to every epoch, got expected_batch_size={spec.expected_batch_size} of {plan.dataset_size} records; use at most {plan.dataset_size//2}")
+    return plan
 
 # %% ../../nbs/workbench/planning.ipynb #8eac111d
 def rule_at(

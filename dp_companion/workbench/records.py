@@ -152,6 +152,7 @@ def _check_bounds(spec):
     if spec.bound_decay_rate is None: return
     _require(isinstance(spec.bound_decay_rate, float) and 0 < spec.bound_decay_rate < 1, "bound_decay_rate", "in (0, 1)", spec.bound_decay_rate)
     _require(spec.strict_max_grad_norm is not None, "strict_max_grad_norm", "given when bound_decay_rate is", None)
+    _require(spec.clip_rule != "global_adapt", "bound_decay_rate", "None with clip_rule=global_adapt, whose bound follows its counts", spec.bound_decay_rate)
 
 # %% ../../nbs/workbench/records.ipynb #0844215d
 def _check_stages(spec):
@@ -285,5 +286,5 @@ def provenance(
     device:str="cpu", # Where tensors lived
 )->dict: # Versions, commit, device: the same for every run of one installation
     "What a reader needs to know to get the same numbers."
-    return {"commit": commit(), "device": device, "machine": platform.machine(), "python": platform.python_version(),
+    return {"commit": commit(), "device": device, "machine": platform.machine(), "noise": "seeded", "python": platform.python_version(),
             "versions": {name: version(name) for name in PACKAGES}}

@@ -36,7 +36,7 @@ KERNELS = {
     **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "half_sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
     **{("mnist_cnn", side): {"0": "matrices", "3": "matrices"} for side in (8, 28)},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
-    ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
+    ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"}, ("cifar_cnn", 32): {"0": "matrices", "3": "grouped", "6": "matrices"},
     **{("small_shufflenet", side): SHUFFLENET for side in (24, 200)},
     ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, # only a linear classifier learns, for which there is one way
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
