@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
+from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import gaussian_events, per_step_multipliers
 from dp_companion.budgets.schedules import Constant, LinearDecay, PoissonPlan, StepDecay
@@ -330,6 +331,117 @@ def test_a_changed_buffer_is_refused_at_the_forward_pass():
     norm = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 3)).double()
     _, model, _, loader = private(model=norm)
     with pytest.raises(ValueError, match="no buffer may change"): model(next(iter(loader))[0])
+
+
+ENGINES = pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+
+
+def flat_data(n=40): return TensorDataset(torch.randn(n, 6, generator=seeded(), dtype=torch.float64), torch.arange(n)%3)
+
+
+def flat_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(.5), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def loop(engine):
+    "Module, optimizer, criterion and loader of a tiny private loop."
+    _, model, optimizer, *criterion, loader = private(dataset=flat_data(), model=flat_network(), engine=engine)
+    return model, optimizer, criterion[0] if criterion else nn.CrossEntropyLoss(), loader
+
+
+@ENGINES
+@pytest.mark.parametrize("later", [True, False])
+def test_what_trains_is_decided_once(engine, later):
+    "A layer that is unfrozen later would be trained on raw gradients, one that is frozen later would go on."
+    own = flat_network()
+    own[0].requires_grad_(not later)
+    privacy = PrivacyEngine(secure_mode=False)
+    model, optimizer, *criterion, loader = privacy.make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=1.), data_loader=DataLoader(flat_data(), batch_size=8),
+                                                                noise_multiplier=1., max_grad_norm=1., engine=engine)
+    own[0].requires_grad_(later)
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="the trainable parameters must be those that the private step was built with"): model(x)
+    step = PrivateStep(own, torch.optim.SGD(own.parameters(), lr=1.), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
+    own[0].requires_grad_(not later)
+    with pytest.raises(ValueError, match="the trainable parameters must be those"): step(nn.CrossEntropyLoss(), x, y)
+
+
+@ENGINES
+def test_an_old_gradient_of_a_frozen_layer_is_not_applied(engine):
+    own = flat_network()
+    own[0].weight.grad, before = torch.ones_like(own[0].weight), own[0].weight.detach().clone()
+    own[0].requires_grad_(False)
+    step = PrivateStep(own, torch.optim.SGD(own.parameters(), lr=1.), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1., engine=engine)
+    step(nn.CrossEntropyLoss(), *flat_data()[:8])
+    assert torch.equal(own[0].weight, before)
+
+
+class Rows(nn.Module):
+    "A layer that sees every position as a sample of its own."
+    def __init__(self): super().__init__(); self.layer = nn.Linear(6, 3).double()
+    def forward(self, x): return self.layer(x.reshape(-1, 6)).reshape(len(x), -1, 3).sum(1)
+
+
+@ENGINES
+@pytest.mark.parametrize("samples", [1, 4])
+def test_rows_are_not_clipped_in_the_place_of_samples(engine, samples):
+    step = PrivateStep(model := Rows(), torch.optim.SGD(model.parameters(), lr=1.), clip_rule=Flat(max_grad_norm=.01), expected_batch_size=1, noise_multiplier=0., engine=engine)
+    with pytest.raises(ValueError, match="must see one row per sample|must be the batch of"):
+        step(nn.CrossEntropyLoss(), torch.ones(samples, 50, 6, dtype=torch.float64), torch.zeros(samples, dtype=torch.long))
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_batch_that_a_loop_leaves_out_is_noticed(pieces):
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+    model, optimizer, criterion, loader = loop("book")
+    def train_on(batches):
+        for k, (x, y) in enumerate(batches):
+            if k == 1: continue
+            optimizer.zero_grad(); criterion(model(x), y).backward(); optimizer.step()
+    with pytest.raises(ValueError, match="every batch of the returned data loader must have its optimizer.step"):
+        if not pieces: return train_on(loader)
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small: train_on(small)
+
+
+@ENGINES
+def test_only_the_last_forward_pass_counts(engine):
+    "With dropout, a second pass would leave the norms of another network."
+    model, optimizer, criterion, loader = loop(engine)
+    x, y = flat_data()[:8]
+    loss = criterion(model(x), y)
+    model(x)
+    with pytest.raises(ValueError, match="loss.backward must go once through the last forward pass"): loss.backward()
+
+
+@ENGINES
+@pytest.mark.parametrize("order", ["before", "between"])
+def test_gradients_may_be_cleared_before_the_backward_pass(engine, order):
+    model, optimizer, criterion, loader = loop(engine)
+    for x, y in loader:
+        if order == "before": optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        if order == "between": optimizer.zero_grad()
+        loss.backward(); optimizer.step()
+    assert optimizer.steps_taken == 5
+
+
+def test_a_promise_is_kept_by_all_optimizers_of_an_engine():
+    privacy, own = PrivacyEngine(accountant="rdp", secure_mode=False), [flat_network(), flat_network()]
+    made = [privacy.make_private_with_epsilon(module=m, optimizer=torch.optim.SGD(m.parameters(), lr=.1), data_loader=DataLoader(flat_data(), batch_size=8),
+                                              target_epsilon=2., target_delta=1e-5, epochs=1, max_grad_norm=1.) for m in own]
+    train(*made[0])
+    with pytest.raises(ValueError, match="training must stop after the 5 steps that target_epsilon pays for"): train(*made[1])
+    with pytest.raises(ValueError, match="make_private must be asked of a fresh PrivacyEngine"): private(privacy, dataset=flat_data(), model=flat_network(), noise_multiplier=1.)
+
+
+def test_what_the_engine_does_not_do_it_refuses():
+    made = dict(dataset=flat_data(), model=flat_network(), noise_multiplier=1.)
+    with pytest.raises(TypeError, match="make_private has no argument 'epochs'"): private(epochs=3, **made)
+    with pytest.raises(ValueError, match="criterion must not ignore labels with reduction='mean'"): private(criterion=nn.CrossEntropyLoss(ignore_index=255), **made)
+    chosen = DataLoader(flat_data(), batch_size=8, sampler=torch.utils.data.SubsetRandomSampler(range(30)))
+    with pytest.raises(ValueError, match="data_loader must not choose its samples"):
+        PrivacyEngine().make_private(module=made["model"], optimizer=torch.optim.SGD(made["model"].parameters(), lr=.1), data_loader=chosen, noise_multiplier=1., max_grad_norm=1.)
 
 
 def test_secure_by_default_and_seeded_on_request():

@@ -14,7 +14,7 @@ import opacus
 import torch
 from fastcore.basics import patch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from .clipping import ClipRule, CountingRule, Flat, clip_rule as named_rule
 from .noise import GaussianNoise
 from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, poisson_loader, seeded_by_torch
@@ -50,6 +50,9 @@ def check_criterion(criterion, loss_reduction:str, engine:str):
     if engine!="ghost" and own=="mean" and getattr(criterion, "weight", None) is not None:
         raise ValueError("criterion must not have class weights with reduction='mean', which divides by the weights of the whole batch and so mixes "
             "samples, got one; use engine='ghost', or reduction='sum' with loss_reduction='sum'")
+    if engine!="ghost" and own=="mean" and getattr(criterion, "ignore_index", -1)>=0:
+        raise ValueError(f"criterion must not ignore labels with reduction='mean', which divides by how many of the whole batch are left, got ignore_index={criterion.ignore_index}; "
+            "use engine='ghost', or reduction='sum' with loss_reduction='sum'")
 
 def check_parameters(module:nn.Module, optimizer):
     "The optimizer's trainable parameters must be the module's."
@@ -84,6 +87,8 @@ def schedule_of(
 def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)->PoissonPlan:
     "The sampling plan of a data loader."
     if isinstance(data_loader.dataset, IterableDataset): raise ValueError("data_loader must have a data set with a length, got an IterableDataset")
+    if not isinstance(data_loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+        raise ValueError(f"data_loader must not choose its samples, which Poisson batches draw from the whole data set, got {type(data_loader.sampler).__name__}; use torch.utils.data.Subset")
     b = data_loader.batch_size if expected_batch_size is None else expected_batch_size
     if b is None: raise ValueError("expected_batch_size must be given where the data loader has no batch_size, got expected_batch_size=None")
     return PoissonPlan(dataset_size=len(data_loader.dataset), expected_batch_size=b, epochs=epochs)
@@ -127,6 +132,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         **options, # As `prepare` takes them, and those of Opacus
     )->tuple: # (module, optimizer, data_loader); with engine="ghost" (module, optimizer, criterion, data_loader)
         "The same objects, private."
+        for name in ("target", "epochs"):
+            if name in options: raise TypeError(f"make_private has no argument {name!r}: make_private_with_epsilon has")
+        if self.target_delta is not None: raise ValueError("make_private must be asked of a fresh PrivacyEngine, got one that has promised a target_epsilon")
         return self.prepare(module, optimizer, data_loader, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **options)
 
     @property
@@ -231,6 +239,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
     self.target_delta, self.batches = recipe.target_delta, batches
     self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
         bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
+    self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
     loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches))
     module = PrivateModule(private_step.model, private_step.engine).train(private_step.model.training)
     criteria = (GhostCriterion(private_step.engine, criterion),) if recipe.engine=="ghost" else ()

@@ -108,7 +108,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.private_step, self.ledger, self.plan = private_step, ledger, plan
         self.noise_schedule, self.bound_schedule, self.target_steps = noise_schedule, bound_schedule, target_steps
         self.original_optimizer, self.tape, self.report = private_step.optimizer, private_step.engine, None
-        self.steps_taken, self.batches_to_use, self.skips = 0, 0, deque()
+        self.steps_taken, self.batches_to_use, self.skips, self.fetched_ahead = 0, 0, deque(), 0
     epoch = property(lambda self: self.plan.epoch_of(self.steps_taken), doc="Epoch of the next step, from 0.")
     expected_batch_size = property(lambda self: self.plan.expected_batch_size)
     clip_rule = property(lambda self: self.private_step.clip_rule, doc="The rule as it is now.")
@@ -144,7 +144,7 @@ def at(self:PrivateOptimizer, schedule:Schedule)->float: # Value at the next ste
 @patch
 def check_target(self:PrivateOptimizer):
     "Refuse what would go beyond the target."
-    if self.target_steps is not None and self.steps_taken>=self.target_steps:
+    if self.target_steps is not None and max(self.steps_taken, len(self.ledger))>=self.target_steps: # Another optimizer of the engine may have spent
         raise ValueError(f"training must stop after the {self.target_steps} steps that target_epsilon pays for, got one more; "
             "give make_private_with_epsilon more epochs")
 
@@ -152,6 +152,7 @@ def check_target(self:PrivateOptimizer):
 def drop(self:PrivateOptimizer):
     "Forget passes that no step has used."
     self.private_step.is_begun = False
+    self.tape.clear()
     self.zero_grad()
 
 @patch
@@ -170,11 +171,18 @@ def bound_name(rule:ClipRule)->str: # The field that a bound schedule moves
     return "strict_max_grad_norm" if hasattr(rule, "strict_max_grad_norm") else "max_grad_norm"
 
 @patch
+def check_used(self:PrivateOptimizer, drawn:int): # Batches, or pieces of them, that were drawn and not stepped on
+    "Refuse a loop that left one out, by what it held: a decision on raw data."
+    if drawn>1+self.fetched_ahead: raise ValueError(f"every batch of the returned data loader must have its optimizer.step, an empty one too, got {drawn-1} without one; "
+        "do not skip a batch by its length or its loss")
+
+@patch
 def begin(self:PrivateOptimizer):
     "Account the next step, then begin it."
     self.check_target()
     if self.batches_to_use<1: raise ValueError("every optimizer.step must have a batch of its own from the returned data loader, "
         "got a step without one; a second step on one batch, or on a batch from elsewhere, is not what the accountant certifies")
+    self.check_used(self.batches_to_use)
     sigma = self.noise_multiplier
     if self.bound_schedule is not None:
         self.private_step.clip_rule = replace(self.clip_rule, **{bound_name(self.clip_rule): self.at(self.bound_schedule)})
@@ -190,6 +198,7 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
         with torch.enable_grad(): closure()
     batch_size = self.tape.check()
     if self.clip_rule.needs_groups and groups is None: raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
+    self.check_used(len(self.skips))
     if not self.private_step.is_begun: self.begin()
     try:
         for p in self.tape.slots: p.grad = None
@@ -204,8 +213,9 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
 @patch
 def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
     "Forget the last forward and backward pass; the sums of a batch in pieces stay."
-    self.tape.clear()
-    for p in self.tape.slots: p.grad = None
+    if self.tape.is_filled: self.tape.clear() # A forward pass alone is kept: many loops call this between it and the backward pass
+    for group in self.param_groups:
+        for p in group["params"]: p.grad = None
 
 @patch
 def add_param_group(self:PrivateOptimizer, group): raise ValueError("parameters must be in the optimizer before make_private, got a new group")
