@@ -205,7 +205,7 @@ class SanitizedRun:
         learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
         self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
         self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
-        self.epochs, self.nonprivate_nonfinite_samples = [], 0
+        self.epochs, self.nonprivate_nonfinite_samples, self.device = [], 0, "cpu"
 
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up
