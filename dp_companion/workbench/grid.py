@@ -52,7 +52,7 @@ class Profile:
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
 def _unbalanced(**sizes): return Profile(model="unbalanced_mnist_cnn", expected_batch_size=64, learning_rate=1e-3, **sizes)
 def _melt_pool(**sizes): return Profile(model="small_shufflenet", dataset_size=1173, delta=1e-3, loss="focal", **sizes)
-_frames = dict(dataset="synthetic_melt_pool_small", epochs=10, drop_every=3, expected_batch_size=64, learning_rate=5e-3) # ours, for small frames and a short wait: a third of the epochs
+_frames = dict(dataset="synthetic_melt_pool_small", epochs=10, drop_every=5, expected_batch_size=64, learning_rate=5e-3) # ours, for small frames and a short wait: a third of the epochs
 def _cifar(**sizes): return Profile(dataset_size=50000, **sizes)
 PAPER_DROP = 10 # K of the paper, in epochs
 _small = dict(model="unbalanced_mnist_cnn", epochs=3, expected_batch_size=512, learning_rate=5e-3, seeds=3) # ours: from scratch
