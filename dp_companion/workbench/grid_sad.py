@@ -12,7 +12,7 @@ from ..budgets.certified import certify
 from ..budgets.events import MechanismEvent
 from ..budgets.stages import exact_stage_lengths
 from ..budgets.units import certify_group, clipped_per_unit
-from .grid import Profile, profile_named
+from .grid import Profile, profile_named, scaled_decay
 
 # %% ../../nbs/workbench/grid_sad.ipynb #32683dcb
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)
@@ -64,7 +64,7 @@ def sad_values(
     if profile.model == "resnet50": values["engine"] = "ghost" # two passes, no per-sample gradient
     if method == "DP-SGD, larger rate": values["learning_rate"] *= mean_bound()
     if values.get("decay") == "step": values = {"drop_every": profile.drop_every, **values}
-    if values.get("decay") == "linear" and "decay_rate" not in changes: values["decay_rate"] = values["decay_rate"]**(PAPER_EPOCHS/values["epochs"])
+    if "decay_rate" not in changes: values = scaled_decay(values, PAPER_EPOCHS/values["epochs"])
     if values.get("bound_ratio"): values["max_grad_norm"] = FINAL_BOUND*values["bound_ratio"]**(values["stages"] - 1)
     return values
 

@@ -36,7 +36,7 @@ def training_device()->str: # For torch
     "Where networks train: the device that `DP_COMPANION_DEVICE` names, else the CPU."
     name = os.environ.get("DP_COMPANION_DEVICE") or "cpu"
     try: torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError): raise ValueError(f"DP_COMPANION_DEVICE must be a device that torch can use here, got {name!r}; unset it to train on the CPU") from None
+    except (RuntimeError, AssertionError): raise ValueError(f"DP_COMPANION_DEVICE must be a device that torch can use here, got {name!r}; unset it to train on the CPU") from None
     return name
 
 # %% ../../nbs/workbench/training.ipynb #382558d2
