@@ -45,7 +45,7 @@ def unbalanced_mnist_cnn(
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "The unbalanced-MNIST network of paper `global_adapt_v2` (Section 5): 16 and 32 channels, instance norm, SELU."
     _check_size(image_size)
-    block = lambda inputs, outputs: [nn.Conv2d(inputs, outputs, 3, padding=1), nn.InstanceNorm2d(outputs, affine=True), nn.SELU(), nn.MaxPool2d(2)]
+    block = lambda inputs, outputs: [nn.Conv2d(inputs, outputs, 3, padding=1), nn.InstanceNorm2d(outputs, affine=True), nn.MaxPool2d(2), nn.SELU()]
     return nn.Sequential(*block(channels, 16), *block(16, 32), nn.Flatten(), nn.Linear(32*(image_size//4)**2, classes))
 
 # %% ../../nbs/workbench/models.ipynb #3693552d
