@@ -504,6 +504,8 @@ def test_checkpoints_do_not_go_back_or_elsewhere(tmp_path):
     with pytest.raises(ValueError, match="load_checkpoint must come before the first step, got 5 steps"): privacy.load_checkpoint(path=path, module=model, optimizer=optimizer)
     other, *objects = private(noise_multiplier=2.)
     with pytest.raises(ValueError, match="noise_schedule must be the checkpoint's"): other.load_checkpoint(path=path, module=objects[0], optimizer=objects[1])
+    other, *objects = private(max_grad_norm=2.)
+    with pytest.raises(ValueError, match=r"clip_rule must be the checkpoint's Flat\(max_grad_norm=0.5\), got"): other.load_checkpoint(path=path, module=objects[0], optimizer=objects[1])
     fresh, *objects = private()
     assert fresh.load_checkpoint(path=path, module=objects[0], optimizer=objects[1])["note"] == "kept"
     assert torch.equal(weights(objects[0]), weights(model)) and fresh.budget(1e-4) == privacy.budget(1e-4)

@@ -21,11 +21,12 @@ BLOCK = 1<<18 # Bytes drawn and turned at once; small enough for the processor's
 ZEROS = bytes(BLOCK)
 
 def key_stream(
-    key:bytes, # 16 bytes; never used for a second stream
+    key:bytes, # 16 bytes; never used for a second stream of the same purpose
+    purpose:int=0, # First byte of the counter: 0 for noise, 1 for batches, which share no block even where one seed gave both their keys
 ): # An encryptor, for `random_bits_`
     "The stream of AES-128 in counter mode (NIST SP 800-38A), from its beginning."
     if len(key)!=16: raise ValueError(f"key must be 16 bytes long, got {len(key)} bytes")
-    return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    return Cipher(algorithms.AES(key), modes.CTR(bytes([purpose]) + bytes(15))).encryptor()
 
 def random_bits_(
     out:np.ndarray, # 1-D, contiguous, at most BLOCK bytes; overwritten

@@ -121,7 +121,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         accountant:str="pld", # Who answers `get_epsilon` and calibrates: pld or rdp
         secure_mode:bool|None=None, # Noise and batches keyed by the operating system; None: unless a noise_generator is given
     ):
-        self.accountant, self.secure_mode, self.target_delta, self.optimizer = Ledger(accountant), secure_mode, None, None
+        self.accountant, self.secure_mode, self.target_delta, self.optimizer, self.first_rule = Ledger(accountant), secure_mode, None, None, None
 
     def make_private(self, *,
         module:nn.Module, # May be wrapped in DistributedDataParallel with engine="book"
@@ -236,7 +236,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
     private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule, expected_batch_size=recipe.plan.expected_batch_size,
         engine=recipe.engine, generator=noise.generator, secure_noise=noise.secure, kernels=recipe.kernels)
     private_step.engine = TAPES[recipe.engine](private_step.engine, recipe.is_mean)
-    self.target_delta, self.batches = recipe.target_delta, batches
+    self.target_delta, self.batches, self.first_rule = recipe.target_delta, batches, recipe.clip_rule
     self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
         bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
     self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
@@ -265,7 +265,7 @@ def settings(self:PrivacyEngine)->dict: # What two runs must share for one to go
     optimizer = self.optimizer
     return {"dataset_size": optimizer.plan.dataset_size, "expected_batch_size": optimizer.plan.expected_batch_size,
         "noise_schedule": repr(optimizer.noise_schedule), "bound_schedule": repr(optimizer.bound_schedule),
-        "target_steps": optimizer.target_steps, "clip_rule": type(optimizer.clip_rule).__name__, "noise_source": self.noise_source}
+        "target_steps": optimizer.target_steps, "clip_rule": repr(self.first_rule), "noise_source": self.noise_source}
 
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors

@@ -56,7 +56,7 @@ def poisson_batch(
     processes:int=1, # all that train together
 )->list: # Positions in the data set, this process's share
     "One Poisson batch; an empty one is legal."
-    bits = np.frombuffer(key_stream(key).update(bytes(8*plan.dataset_size)), np.uint64) >> np.uint64(1)
+    bits = np.frombuffer(key_stream(key, purpose=1).update(bytes(8*plan.dataset_size)), np.uint64) >> np.uint64(1)
     chosen = np.flatnonzero(bits < np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))
     return chosen[chosen%processes==rank].tolist()
 

@@ -118,5 +118,5 @@ def first_multipliers(
 )->list: # Initial noise multipliers, in order
     "The first multiplier of every run; each is computed once."
     multiplier, wanted = cached(first_multiplier, runs), list(dict.fromkeys(asked))
-    found = dict(zip(wanted, Parallel(n_jobs=workers)(delayed(multiplier)(*w) for w in tqdm(wanted, desc="multipliers"))))
+    found = dict(zip(wanted, Parallel(n_jobs=workers)(delayed(multiplier)(*w) for w in tqdm(wanted, desc="multipliers", disable=not wanted))))
     return [found[key] for key in asked]
