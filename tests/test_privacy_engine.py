@@ -362,7 +362,9 @@ def test_what_trains_is_decided_once(engine, later):
     own[0].requires_grad_(later)
     x, y = next(iter(loader))
     with pytest.raises(ValueError, match="the trainable parameters must be those that the private step was built with"): model(x)
-    step = PrivateStep(own, torch.optim.SGD(own.parameters(), lr=1.), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
+    own = flat_network()
+    own[0].requires_grad_(later)
+    step = PrivateStep(own, torch.optim.SGD(own.parameters(), lr=1.), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1., engine=engine)
     own[0].requires_grad_(not later)
     with pytest.raises(ValueError, match="the trainable parameters must be those"): step(nn.CrossEntropyLoss(), x, y)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_parameters', 'rule_of', 'schedule_of', 'plan_of', 'calibrated',
-           'PrivacyEngine', 'Recipe', 'check_bound', 'unwrapped', 'read_checkpoint']
+           'PrivacyEngine', 'Recipe', 'check_schedules', 'check_bound', 'unwrapped', 'read_checkpoint']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
@@ -68,6 +68,7 @@ def rule_of(
     "The clipping rule that Opacus's `max_grad_norm` and our `clip_rule` say together."
     constants = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
     if clip_rule is None: return Flat(**constants)
+    if clip_rule=="group_adaptive": raise ValueError("clip_rule must be GroupAdaptive(num_groups=...) for bounds by group, got its name, which does not say how many")
     if isinstance(clip_rule, str): return named_rule(clip_rule, **constants)
     if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule or the name of one, got clip_rule={clip_rule!r}")
     if max_grad_norm not in (None, clip_rule.max_grad_norm):
@@ -177,6 +178,11 @@ class Recipe:
     @property
     def target_steps(self)->int|None: return self.plan.steps if self.target_delta else None
 
+def check_schedules(**schedules):
+    "Refuse what is no schedule."
+    for name, value in schedules.items():
+        if value is not None and not isinstance(value, Schedule): raise ValueError(f"{name} must be a Schedule, such as StepDecay(initial=2., decay_rate=.5, drop_every=10), got {name}={value!r}")
+
 def check_bound(rule:ClipRule, bound_schedule:Schedule|None):
     "Refuse a second mover of one bound."
     if bound_schedule is not None and isinstance(rule, CountingRule):
@@ -207,6 +213,7 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     check_criterion(criterion, loss_reduction, engine)
     check_parameters(module, optimizer)
     rule, plan = rule_of(clip_rule, max_grad_norm), plan_of(data_loader, expected_batch_size, epochs)
+    check_schedules(noise_schedule=noise_schedule, bound_schedule=bound_schedule)
     check_bound(rule, bound_schedule)
     if target is None: noise_schedule = schedule_of(noise_schedule, noise_multiplier)
     else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule, accountant=self.accountant.accountant, **target)

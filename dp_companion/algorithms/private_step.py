@@ -22,7 +22,8 @@ from .noise import GaussianNoise
 
 # %% ../../nbs/algorithms/private_step.ipynb #1e13094c
 def check_model(model:nn.Module):
-    "Refuse layers that have no per-sample gradient."
+    "Refuse layers that have no per-sample gradient, and what Opacus has already changed."
+    if hasattr(model, "autograd_grad_sample_hooks"): raise ValueError(f"the model must not carry the hooks of an earlier engine, got a {type(model).__name__} that does; build it anew")
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"the model must not use batch normalisation, which mixes samples, got {type(layer).__name__} at {name!r}; "
@@ -68,11 +69,12 @@ class StepReport:
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
 # %% ../../nbs/algorithms/private_step.ipynb #0f43ad05
-def check_settings(engine:str, expected_batch_size, is_distributed:bool):
-    "Refuse an engine and a batch size that no step can have."
+def check_settings(engine:str, expected_batch_size, is_distributed:bool, optimizer):
+    "Refuse an engine, a batch size and an optimizer that no step can have."
     if not expected_batch_size>0: raise ValueError(f"expected_batch_size must be > 0, got expected_batch_size={expected_batch_size}")
     if engine not in ENGINES: raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got engine={engine!r}")
     if is_distributed and engine!="book": raise ValueError(f"engine must be 'book' under DistributedDataParallel, got engine={engine!r}")
+    if isinstance(optimizer, torch.optim.LBFGS): raise ValueError("optimizer must step on one gradient, got LBFGS, which asks for several; use SGD or Adam")
 
 def check_trainable(model:nn.Module, slots:dict):
     "Refuse a model whose trainable parameters have changed since its step was built."
@@ -105,7 +107,7 @@ class PrivateStep:
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         self.is_distributed = isinstance(model, DistributedDataParallel)
-        check_settings(engine, expected_batch_size, self.is_distributed)
+        check_settings(engine, expected_batch_size, self.is_distributed, optimizer)
         self.model = model.module if self.is_distributed else model
         check_model(self.model)
         self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
