@@ -62,7 +62,7 @@ def audit_runs(
     records = list(records)
     alike = {_asked(r): r for r in records if r.budget["events"] and not r.budget["empirical"]}
     jobs = Parallel(n_jobs=workers, return_as="generator")(delayed(audit_record)(r, draws=draws) for r in alike.values())
-    found = dict(zip(alike, tqdm(jobs, total=len(alike), desc="attacks")))
+    found = dict(zip(alike, tqdm(jobs, total=len(alike), desc="attacks", disable=not alike)))
     made = [with_finding(r, found[_asked(r)]) if _asked(r) in found and not r.budget["empirical"] else r for r in records]
     for old, new in zip(records, made):
         if new is not old: write_json(record_path(new.spec, runs), new.to_dict())
