@@ -24,6 +24,7 @@ from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.workbench.models import MODELS, build_model
+from dp_companion.workbench.sanitized import LAYERED
 from networks import batch, cifar_cnn, digits_cnn, mnist_cnn, opacus_resnet18, group_norm_resnet18
 
 LOSS = nn.CrossEntropyLoss()
@@ -49,11 +50,11 @@ def difference(a, b): return ((a-b).norm()/b.norm()).item()
 
 
 def gradients(build, size, dtype, **options):
-    "Engine -> gradient of one step on the same batch, the same weights and the same noise."
+    "Engine -> gradient of one step on the same batch and weights, without noise, which would be the largest part of it."
     x, y = batch(build, size, dtype=dtype)
     found = {}
     for engine in ("book", "ghost", "hooks"):
-        step = step_for(network(build, dtype), engine=engine, generator=seeded(), noise_multiplier=.1, **options)
+        step = step_for(network(build, dtype), engine=engine, **options)
         step(LOSS, x, y)
         found[engine] = gradient(step)
     return found
@@ -79,7 +80,7 @@ def test_engines_agree_on_resnet():
     found = gradients(opacus_resnet18, 4, torch.float64)
     for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
     x, y = batch(group_norm_resnet18, 4, dtype=torch.float64)
-    in_place = step_for(network(group_norm_resnet18, torch.float64), generator=seeded(), noise_multiplier=.1)
+    in_place = step_for(network(group_norm_resnet18, torch.float64))
     in_place(LOSS, x, y)
     assert difference(gradient(in_place), found["book"]) < 1e-9
 
@@ -87,19 +88,49 @@ def test_engines_agree_on_resnet():
 SIDES = {"mnist_cnn": 28, "unbalanced_mnist_cnn": 28, "small_shufflenet": 24} # of the rest 32
 
 
+def built(name, side, channels):
+    "A network of the companion, with an empty sanitization layer where it is built around one."
+    if name in LAYERED and name not in MODELS: return LAYERED[name](12, sanitization=nn.Identity(), image_size=side, channels=channels, classes=5, **({"black": -1.} if name == "pooled_rows" else {}))
+    return build_model(name, seed=0, image_size=side, channels=channels, classes=5, **({"pretrained": False} if name.startswith(("nf_net", "resnet50")) else {}))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted({*MODELS, *LAYERED}))
 def test_engines_agree_on_every_model(name):
-    is_large = name.startswith(("nf_net", "resnet50"))
     if name.startswith("nf_net"): pytest.importorskip("timm", reason="timm is not installed (the extra `vision`)")
     side, channels = SIDES.get(name, 32), 1 if name in SIDES else 3
-    x, y, found = torch.randn(2, channels, side, side, dtype=torch.float64, generator=seeded()), torch.tensor([0, 1]), {}
-    for engine in ("book", "ghost", "hooks"):
-        model = build_model(name, seed=0, image_size=side, channels=channels, classes=5, **({"pretrained": False} if is_large else {})).double()
-        step = step_for(model, engine=engine, generator=seeded(), noise_multiplier=.1)
-        step(LOSS, x, y)
-        found[engine] = gradient(step)
-    for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
+    is_small = not name.startswith(("nf_net", "resnet50", "sanitization_resnet18"))
+    for dtype, nearly in ((torch.float64, 1e-9), (torch.float32, 1e-5))[:1 + is_small]:
+        x, y, found = torch.randn(2, channels, side, side, dtype=dtype, generator=seeded()), torch.tensor([0, 1]), {}
+        for engine in ("book", "ghost", "hooks"):
+            torch.manual_seed(0)
+            step = step_for(built(name, side, channels).to(dtype), engine=engine)
+            step(LOSS, x, y)
+            found[engine] = gradient(step)
+        for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < nearly
+
+
+PADDED = [(nn.Conv1d, (9,), mode) for mode in ("replicate", "circular", "reflect")] + [(nn.Conv2d, (7, 7), mode) for mode in ("replicate", "circular", "reflect")] + [(nn.Conv3d, (5, 5, 5), "replicate")]
+
+
+@pytest.mark.parametrize("kind, shape, mode", PADDED, ids=lambda value: getattr(value, "__name__", None))
+def test_padding_that_opacus_does_not_see_is_clipped_rightly_or_refused(kind, shape, mode):
+    def padded():
+        torch.manual_seed(0)
+        return nn.Sequential(kind(2, 3, 3, padding=1, padding_mode=mode), nn.Flatten(), nn.LazyLinear(5))
+    x, y, model = torch.randn(1, 2, *shape, generator=seeded()), torch.tensor([1]), padded()
+    model(x)
+    step = step_for(model, clip_rule=Flat(max_grad_norm=1e-3), expected_batch_size=1)
+    true = torch.cat([g.flatten() for g in torch.autograd.grad(LOSS(model(x), y), list(model.parameters()))])
+    step(LOSS, x, y)
+    assert difference(gradient(step), 1e-3*true/true.norm()) < 1e-5
+    for engine in ("ghost", "hooks"):
+        with pytest.raises(ValueError, match=f"engine must be 'book' for a padding that Opacus does not see, got padding_mode='{mode}' at '0'"): step_for(padded()[:1], engine=engine)
+
+
+def test_a_padding_token_is_refused_by_opacus_engines():
+    for engine in ("ghost", "hooks"):
+        with pytest.raises(ValueError, match="got padding_idx=0"): step_for(nn.Sequential(nn.Embedding(5, 3, padding_idx=0)), engine=engine)
 
 
 LAYOUTS = {"channels_last": lambda x: x.to(memory_format=torch.channels_last), "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)}

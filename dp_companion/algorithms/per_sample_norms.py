@@ -298,7 +298,8 @@ def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
 
 def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives."
-    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient)
+    is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" # Opacus takes every padding for zeros
+    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient) if is_seen else ft_compute_per_sample_gradient
     found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 

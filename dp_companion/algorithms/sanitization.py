@@ -172,9 +172,16 @@ def sanitization_cnn(
 def _first_stages(stages, **kwargs):
     "torchvision's ResNet-18 whose later stages are never built."
     from torchvision.models.resnet import BasicBlock, ResNet
+    class PlainBlock(BasicBlock):
+        def forward(self, x): # torchvision's, without its sum in place, which per-sample hooks cannot follow
+            out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+            return self.relu(out + (x if self.downsample is None else self.downsample(x)))
     class Stages(ResNet):
         def _make_layer(self, block, planes, *args, **kwargs): return super()._make_layer(block, planes, *args, **kwargs) if planes <= 32*2**stages else nn.Identity()
-    return Stages(BasicBlock, [2, 2, 2, 2], **kwargs)
+    network = Stages(PlainBlock, [2, 2, 2, 2], **kwargs)
+    for layer in network.modules():
+        if isinstance(layer, nn.ReLU): layer.inplace = False
+    return network
 
 def sanitization_resnet18(
     *,
