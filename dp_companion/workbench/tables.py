@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 import pandas as pd
 from ..published import load
+from .paired import counted
 from .records import LISTED, RunRecord, provenance, read_record
 
 # %% ../../nbs/workbench/tables.ipynb #0484299a
@@ -164,9 +165,10 @@ def refuted(
     attacked = [(r.budget["empirical"]["epsilon"]/r.budget["claimed"]["epsilon"], r) for r in records if r.budget["claimed"] and r.budget["empirical"]]
     settings = {(r.spec.method, r.spec.accounting, r.spec.target_epsilon, r.spec.noise_multiplier): (ratio, r) for ratio, r in attacked}
     over = [found for found in settings.values() if found[0] > 1]
-    if not over: return f"Of {len(settings)} attacked settings no claim is refuted."
+    if not settings: return "Nothing was attacked."
+    if not over: return f"Of {counted(len(settings), 'attacked setting')} no claim is refuted."
     _, furthest = max(over, key=lambda found: found[0])
-    return (f"Of {len(settings)} attacked settings the claim{'s' if len(over) > 1 else ''} of {len(over)} {'are' if len(over) > 1 else 'is'} refuted, furthest of {furthest.spec.method} at ε = {furthest.spec.target_epsilon:g}: "
+    return (f"Of {counted(len(settings), 'attacked setting')} the claim{'s' if len(over) > 1 else ''} of {len(over)} {'are' if len(over) > 1 else 'is'} refuted, furthest of {furthest.spec.method} at ε = {furthest.spec.target_epsilon:g}: "
             f"claimed {epsilon_text(furthest.budget['claimed']['epsilon'])}, achieved {epsilon_text(furthest.budget['empirical']['epsilon'])}.")
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
