@@ -498,6 +498,20 @@ def test_a_killed_run_resumes_with_the_same_record(tmp_path, processes):
     assert (killed/"record.json").read_bytes() == (tmp_path/"whole"/"record.json").read_bytes()
 
 
+@pytest.mark.parametrize("rule, name", [(GlobalAdaptV2(), "strict_max_grad_norm"), (Flat(), "max_grad_norm")])
+def test_a_bound_can_fall_by_the_step(rule, name):
+    schedule = StepDecay(initial=3., decay_rate=.5, drop_every=2, unit="step", decay_of="value")
+    _, model, optimizer, loader = private(clip_rule=rule, max_grad_norm=None, bound_schedule=schedule)
+    steps = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+        steps.append((getattr(optimizer.clip_rule, name), optimizer.private_step.sensitivity, optimizer.clip_rule.sensitivity))
+    assert [bound for bound, *_ in steps] == [3*.5**(t//2) for t in range(len(steps))] and len(steps) > 3
+    assert all(used == of_rule for _, used, of_rule in steps)
+
+
 def test_checkpoints_do_not_go_back_or_elsewhere(tmp_path):
     path = tmp_path/"checkpoint.pt"
     privacy, model, optimizer, loader = private()

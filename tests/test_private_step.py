@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dp_companion.algorithms import book_keeping, per_sample_norms
-from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GroupAdaptive
+from dp_companion.algorithms.clipping import PSAC, AutoS, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
 from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
@@ -108,6 +108,28 @@ def test_engines_agree_on_every_model(name):
             step(LOSS, x, y)
             found[engine] = gradient(step)
         for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < nearly
+
+
+KINDS_OF_LAYERS = {
+    "linear": (nn.Linear(4, 3), (4,)), "linear, positions": (nn.Linear(4, 3, bias=False), (5, 4)), "convolution": (nn.Conv2d(3, 4, 3, padding=1), (3, 6, 5)),
+    "groups, stride": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), groups=2), (4, 8, 7)), "dilation": (nn.Conv2d(3, 4, 3, dilation=2), (3, 7, 7)),
+    "padding same": (nn.Conv2d(3, 4, 3, padding="same"), (3, 5, 5)), "convolution 1d": (nn.Conv1d(3, 4, 2), (3, 8)), "convolution 3d": (nn.Conv3d(2, 3, 2), (2, 4, 3, 5)),
+    "group norm": (nn.GroupNorm(2, 6), (6, 4, 3)), "instance norm": (nn.InstanceNorm2d(6, affine=True), (6, 4, 3)), "layer norm": (nn.LayerNorm(4), (5, 4)),
+    "embedding": (nn.Embedding(7, 3), (9,)), "RMS norm": (nn.RMSNorm(4), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_LAYERS)
+def test_engines_agree_on_every_kind_of_layer(kind):
+    layer, shape = KINDS_OF_LAYERS[kind]
+    x = torch.randint(7, (6, *shape), generator=seeded()) if kind == "embedding" else torch.randn(6, *shape, dtype=torch.float64, generator=seeded())
+    y, model, found = torch.arange(6)%3, nn.Sequential(copy.deepcopy(layer), nn.Flatten(), nn.LazyLinear(3)).double(), {}
+    model(x)
+    for engine in ("book", "ghost", "hooks"):
+        step = step_for(copy.deepcopy(model), engine=engine)
+        step(LOSS, x, y)
+        found[engine] = gradient(step)
+    for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < 1e-9
 
 
 PADDED = [(nn.Conv1d, (9,), mode) for mode in ("replicate", "circular", "reflect")] + [(nn.Conv2d, (7, 7), mode) for mode in ("replicate", "circular", "reflect")] + [(nn.Conv3d, (5, 5, 5), "replicate")]
@@ -470,6 +492,21 @@ def test_no_gradient_passes_its_sensitivity(kind, kernel, mean, spread, pull, ru
     step = step_for(Pulled(layer, pull*way), kernels={"layer": kernel}, clip_rule=rule, expected_batch_size=1)
     step(lambda outputs, targets: outputs, spread*(mean + torch.randn(1, *shape, generator=seeded(seed + 1))), torch.zeros(1))
     assert gradient(step).double().norm() <= rule.sensitivity*(1 + 1e-5)
+
+
+RULES = [Flat(), AutoS(), PSAC(), Global(), GlobalAdapt(), GlobalAdaptV2(), GroupAdaptive(num_groups=2)]
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+@settings(derandomize=True, deadline=None, max_examples=120)
+@given(rule=st.sampled_from(RULES), bound=st.floats(1e-6, 1e6), sizes=st.lists(st.sampled_from([0., 1e-30, 1e-3, 1., 1e3, 1e15, math.inf, -math.inf, math.nan]), min_size=1, max_size=3))
+def test_no_sample_passes_its_sensitivity_whatever_the_rule(engine, rule, bound, sizes):
+    rule, layer = replace(rule, max_grad_norm=bound), nn.Linear(3, 1, bias=False)
+    step = step_for(layer, engine=engine, clip_rule=rule, expected_batch_size=1, generator=seeded())
+    x = torch.ones(len(sizes), 3)*torch.tensor(sizes)[:, None]
+    step(lambda outputs, targets: outputs[:, 0], x, torch.zeros(len(x)), groups=torch.arange(len(x))%2 if rule.needs_groups else None)
+    bound = (rule if rule.counts_first is False else step.clip_rule).sensitivity # DP-F scales by the bounds that it has just counted
+    assert gradient(step).double().norm() <= sum(map(math.isfinite, sizes))*bound*(1 + 1e-5)
 
 
 @pytest.mark.slow
