@@ -91,11 +91,12 @@ SIDES = {"mnist_cnn": 28, "unbalanced_mnist_cnn": 28, "small_shufflenet": 24} # 
 def built(name, side, channels):
     "A network of the companion, with an empty sanitization layer where it is built around one."
     if name in LAYERED and name not in MODELS: return LAYERED[name](12, sanitization=nn.Identity(), image_size=side, channels=channels, classes=5, **({"black": -1.} if name == "pooled_rows" else {}))
+    if name == "nf_net_f0, all layers": return build_model("nf_net_f0", seed=0, classes=5, pretrained=False, trainable="all")
     return build_model(name, seed=0, image_size=side, channels=channels, classes=5, **({"pretrained": False} if name.startswith(("nf_net", "resnet50")) else {}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*MODELS, *LAYERED}))
+@pytest.mark.parametrize("name", sorted({*MODELS, *LAYERED, "nf_net_f0, all layers"}))
 def test_engines_agree_on_every_model(name):
     if name.startswith("nf_net"): pytest.importorskip("timm", reason="timm is not installed (the extra `vision`)")
     side, channels = SIDES.get(name, 32), 1 if name in SIDES else 3
@@ -110,7 +111,14 @@ def test_engines_agree_on_every_model(name):
         for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < nearly
 
 
+class Gain(nn.Module):
+    "A layer whose parameter has no dimension."
+    def __init__(self): super().__init__(); self.gain = nn.Parameter(torch.tensor(1.5))
+    def forward(self, x): return self.gain*x
+
+
 KINDS_OF_LAYERS = {
+    "scalar": (Gain(), (4,)),
     "linear": (nn.Linear(4, 3), (4,)), "linear, positions": (nn.Linear(4, 3, bias=False), (5, 4)), "convolution": (nn.Conv2d(3, 4, 3, padding=1), (3, 6, 5)),
     "groups, stride": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), groups=2), (4, 8, 7)), "dilation": (nn.Conv2d(3, 4, 3, dilation=2), (3, 7, 7)),
     "padding same": (nn.Conv2d(3, 4, 3, padding="same"), (3, 5, 5)), "convolution 1d": (nn.Conv1d(3, 4, 2), (3, 8)), "convolution 3d": (nn.Conv3d(2, 3, 2), (2, 4, 3, 5)),

@@ -87,7 +87,7 @@ class RuledOptimizer(DPOptimizer):
     "Opacus's optimizer with any clipping rule."
     def clip_and_accumulate(self):
         "Weigh the per-sample gradients by the rule."
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in self.grad_samples], 1).norm(dim=1)
+        norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in self.grad_samples], 1).norm(dim=1)
         scales, bad = self.scale(norms), ~torch.isfinite(norms)
         for p, g in zip(self.params, self.grad_samples):
             if bad.any(): g = g.masked_fill(bad.view(-1, *[1]*(g.dim()-1)), 0)
