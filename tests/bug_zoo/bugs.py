@@ -151,7 +151,7 @@ ZOO = [
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
         (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"),)),
     Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,
-        (Patch(RuledOptimizer, "clip_and_accumulate", "g.flatten(1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"),)),
+        (Patch(RuledOptimizer, "clip_and_accumulate", "g.reshape(len(g), -1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"),)),
     Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
         (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"),)),
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
