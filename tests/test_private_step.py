@@ -18,7 +18,7 @@ from scipy import stats
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dp_companion.algorithms import book_keeping, per_sample_norms
+from dp_companion.algorithms import book_keeping, engines, per_sample_norms
 from dp_companion.algorithms.clipping import PSAC, AutoS, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
 from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
@@ -574,15 +574,187 @@ def test_late_gradients_never_need_more_room_than_the_backward_pass():
         assert max(len(range(64)[s]) for s in at)*1000 <= max(freed, 1000)
 
 
-def test_half_precision_loses_no_part_of_a_norm():
-    "One large part and two hundred small ones, each lost where it is added alone to a sum of eight bits."
-    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(201))).to(torch.bfloat16)
-    with torch.no_grad():
-        for layer in model: layer.weight.fill_(1.)
-        model[-1].weight.fill_(1/16) # What it sends back to all others
-    step = step_for(model, clip_rule=Flat(), expected_batch_size=1)
-    step(lambda outputs, targets: outputs.flatten(), torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1))
-    assert gradient(step).double().norm() <= 1 + 2**-8
+ENGINES = ["book", "ghost", "hooks"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_parameters_in_coarse_precision_are_refused(dtype):
+    with pytest.raises(ValueError, match=rf"trainable parameters must be float32 or float64, .* got {dtype} at 'weight'"): step_for(nn.Linear(2, 3).to(dtype))
+
+
+def hooked(model): model[3].register_forward_hook(lambda layer, args, output: 30*output)
+def patched(model): model[3].forward = lambda x: 30*nn.Conv2d.forward(model[3], x)
+def weighed(model): model[3].weight.register_hook(lambda g: 100*g)
+
+
+@pytest.mark.parametrize("change, word", [(hooked, "got a forward hook at '3'"), (patched, "got a forward of its own at '3'"), (weighed, "must have no hooks, .* got one at '3.weight'")])
+def test_what_changes_a_layer_behind_its_class_is_refused(change, word):
+    model = network(digits_cnn)
+    change(model)
+    with pytest.raises(ValueError, match=word): step_for(model)
+    for p in model[3].parameters(): p.requires_grad_(False)
+    step_for(model)(LOSS, *batch(digits_cnn, 4)) # and is nobody's business where nothing is trained
+
+
+@pytest.mark.parametrize("layer, word", [(nn.LSTM(3, 2), "use opacus.layers.DPLSTM"), (nn.EmbeddingBag(5, 2), "use Embedding and a mean")])
+def test_layers_without_a_gradient_of_each_sample_are_refused(layer, word):
+    with pytest.raises(ValueError, match=word): step_for(layer)
+
+
+class Meeting(nn.Module):
+    "Two layers with a function between them that may look at the whole batch."
+    def __init__(self, f): super().__init__(); self.first, self.f, self.last = nn.Linear(6, 6), f, nn.Linear(6, 3)
+    def forward(self, x): return self.last(self.f(self.first(x)))
+
+
+MEETINGS = dict(mean=lambda h: h-h.mean(0), scale=lambda h: h/h.abs().mean(), attention=lambda h: (h@h.T/100).softmax(1)@h, turned=lambda h: h.tanh().flip(0), before=lambda h: h.cumsum(0), behind=lambda h: h.flip(0).cumsum(0).flip(0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("f", MEETINGS.values(), ids=MEETINGS)
+def test_samples_that_meet_are_refused(f, engine):
+    x, y = torch.randn(8, 6, generator=seeded()), torch.arange(8)%3
+    model = network(lambda: Meeting(f))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): step_for(model, engine=engine)(LOSS, x, y)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    apart = step_for(network(lambda: Meeting(torch.tanh)), engine=engine)
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): apart(lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")*o.detach().abs().mean() + o.sum(), x, y)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sample_that_is_not_finite_meets_no_other(engine):
+    x, y = torch.randn(8, 6, generator=seeded()), torch.arange(8)%3
+    x[1] = math.nan
+    assert step_for(network(lambda: Meeting(torch.tanh)), engine=engine)(LOSS, x, y).nonprivate_not_finite == 1
+
+
+class Twice(nn.Module):
+    "A weight that is used by its layer and, where `past`, by a function too."
+    past = True
+    def __init__(self): super().__init__(); self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(nn.functional.linear(h, self.first.weight) if self.past else h)
+
+
+def penalised(model, size):
+    "A loss with a penalty on the weights, the same for every sample."
+    def loss(outputs, targets): return nn.functional.cross_entropy(outputs, targets, reduction="none") + size*model.first.weight.square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_uses_past_the_layer_are_refused_from_whatever_step_they_begin(engine):
+    x, y = torch.randn(8, 6, generator=seeded()), torch.arange(8)%3
+    words = "every parameter must be used by its own layer alone" if engine == "book" else "the engine must see all of a sample's gradient"
+    for steps in (0, 1, 2):
+        model = network(Twice)
+        model.past, step = False, step_for(model, engine=engine)
+        for _ in range(steps): step(LOSS, x, y)
+        model.past = True
+        with pytest.raises(ValueError, match=words): step(LOSS, x, y)
+    model = network(Twice)
+    model.past = False
+    with pytest.raises(ValueError, match="the loss must reach" if engine == "book" else "the engine must see all"): step_for(model, engine=engine)(penalised(model, 10.), x, y)
+
+
+class Scaled(nn.Linear):
+    "A linear layer with a further argument."
+    def forward(self, x, factor=None, scale=None): return super().forward(x)*(1 if factor is None else factor)*(1 if scale is None else scale)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("call", [lambda layer, x: layer(x, 2.), lambda layer, x: layer(x, scale=2.), lambda layer, x: layer(x=x)], ids=["position", "name", "input"])
+def test_layers_take_one_tensor_by_position(engine, call):
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.layer = Scaled(6, 3)
+        def forward(self, x): return call(self.layer, x)
+    with pytest.raises(TypeError, match="layer 'layer' must take "): step_for(network(Net), engine=engine)(LOSS, torch.randn(8, 6, generator=seeded()), torch.arange(8)%3)
+
+
+class Branches(nn.Module):
+    "Two layers of which a batch reaches one."
+    use = 0
+    def __init__(self): super().__init__(); self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+    def forward(self, x): return self.layers[self.use](x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_layer_that_a_batch_does_not_reach_has_no_gradient(engine):
+    x, y = torch.randn(8, 6, dtype=torch.float64, generator=seeded()), torch.arange(8)%3
+    step = step_for(network(Branches, torch.float64), engine=engine)
+    for use in (0, 1):
+        alone = step_for(network(lambda: nn.Linear(6, 3), torch.float64))
+        alone.model.load_state_dict(step.model.layers[use].state_dict())
+        step.model.use = use
+        found = step(LOSS, x, y)
+        assert difference(found.nonprivate_norms, alone(LOSS, x, y).nonprivate_norms) < 1e-9
+        assert difference(gradient(step).view(2, -1)[use], gradient(alone)) < 1e-9 and not gradient(step).view(2, -1)[1-use].any()
+
+
+@pytest.mark.parametrize("engine", ["ghost", "hooks"])
+def test_opacus_sees_nothing_in_evaluation_mode(engine):
+    step = step_for(network(digits_cnn), engine=engine)
+    step.model[3].eval()
+    with pytest.raises(ValueError, match="layer '3' must be in training mode for engine='ghost' or 'hooks', got evaluation mode"): step(LOSS, *batch(digits_cnn, 4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_autocast_is_refused(engine):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="the forward pass must run in the parameters' own precision, got autocast"):
+        step_for(network(digits_cnn), engine=engine)(LOSS, *batch(digits_cnn, 4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_norms_over_positions_are_found_where_terms_cancel(engine):
+    "Opacus's own Gram matrices give zero for some of these."
+    way = torch.randn(64, 4, generator=seeded())
+    x = 1e3 + .01*torch.randn(32, 64, 8, generator=seeded(1))
+    step = step_for(Pulled(nn.Linear(8, 4, bias=False), way-way.mean(0)), engine=engine)
+    found = step(lambda outputs, targets: outputs, x, torch.zeros(32)).nonprivate_norms.double()
+    true = torch.bmm((way-way.mean(0)).double().T.expand(32, -1, -1), x.double()).flatten(1).norm(dim=1)
+    assert (found >= .99*true).all()
+
+
+def test_a_look_leaves_the_step_as_it_is(monkeypatch):
+    "Dropout and noise draw what they would have drawn."
+    def step(): return step_for(network(lambda: nn.Sequential(nn.Flatten(), nn.Dropout(.5), nn.Linear(64, 10))), noise_multiplier=1., generator=seeded())
+    x, y = batch(digits_cnn, 8)
+    looked, blind = step(), step()
+    for each, looks in ((looked, lambda passes: True), (blind, lambda passes: False)):
+        monkeypatch.setattr(engines, "is_looked_at", looks)
+        torch.manual_seed(3)
+        for _ in range(3): each(LOSS, x, y)
+    assert torch.equal(gradient(looked), gradient(blind))
+
+
+def test_a_kernel_for_vectors_takes_positions_too():
+    step = step_for(network(lambda: nn.Linear(6, 3), torch.float64), clip_rule=AutoS())
+    step(LOSS, torch.randn(8, 6, dtype=torch.float64, generator=seeded()), torch.arange(8)%3)
+    x = torch.randn(8, 5, 6, dtype=torch.float64, generator=seeded())
+    step(lambda outputs, targets: outputs.square().flatten(1).sum(1), x, torch.zeros(8))
+    other = step_for(copy.deepcopy(step.model), clip_rule=AutoS(), engine="hooks")
+    other.optimizer.param_groups[0]["lr"] = 0.
+    assert step.kernels == {"": "rank_one"} and gradient(step).isfinite().all()
+    again = step_for(copy.deepcopy(step.model), clip_rule=AutoS(), kernels={"": "rank_one"})
+    for each in (other, again): each(lambda outputs, targets: outputs.square().flatten(1).sum(1), x, torch.zeros(8))
+    assert difference(gradient(again), gradient(other)) < 1e-9
+
+
+def test_a_layer_without_a_formula_may_change_between_steps():
+    "Opacus keeps a copy of such a layer."
+    class Tempered(nn.Module):
+        t = 1.
+        def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.ones(6, 3, dtype=torch.float64))
+        def forward(self, x): return x@self.weight*self.t
+    x, y, model = torch.randn(8, 6, dtype=torch.float64, generator=seeded()), torch.arange(8)%3, Tempered()
+    step = step_for(model, clip_rule=Flat(max_grad_norm=1e9))
+    for _ in range(4): step(LOSS, x, y)
+    model.t = 10.
+    found, = torch.autograd.grad(8*LOSS(model(x), y), list(model.parameters()))
+    step(LOSS, x, y)
+    assert difference(8*gradient(step), found.flatten()) < 1e-9
 
 
 def test_what_a_layer_has_read_may_not_change_before_the_sum():

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AS_FAST', 'gradient_slots', 'layout', 'tapped_layers', 'Anchor', 'with_norms', 'add_parts', 'seconds', 'fastest',
-           'Book', 'leaves', 'refuse_past', 'summed', 'add_late']
+           'Book', 'leaves', 'refuse_past', 'is_looked_at', 'summed', 'add_late']
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #15fecf52
 import time
@@ -114,7 +114,7 @@ class Book:
         for name in self.kernels: self.check_pin(name)
         self.layer_slots = {name: {k: self.slots[p] for k, p in layer.named_parameters() if p in self.slots}
             for name, layer in self.layers.items()}
-        self.anchor, self.is_new = torch.zeros((), device=self.flat.device, requires_grad=True), True
+        self.anchor, self.passes = torch.zeros((), device=self.flat.device, requires_grad=True), 0
         self.clear()
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #2280211c
@@ -151,7 +151,6 @@ def refuse_ties(self:Book, model, args, output):
     past = [name for name, p in model.named_parameters() if p in self.slots and p in found]
     if past: raise ValueError(f"every parameter must be used by its own layer alone, got {past[0]!r} in a function outside of it; "
         "give that use a module of its own that holds the same parameter")
-    self.is_new = not torch.is_grad_enabled()
 
 @patch
 def first_pass(self:Book)->list: # Handles
@@ -173,26 +172,30 @@ def refuse_past(
         "for a penalty on weights use the optimizer's weight_decay")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9fb35e2f
+def is_looked_at(passes:int)->bool: return passes&(passes-1)==0 # 0, 1, 2, 4, 8, ...
+
 @patch
 @contextmanager
 def recording(self:Book):
     "Tap the layers for one forward pass."
     self.clear()
-    handles = [layer.register_forward_hook(partial(self.tap, name)) for name, layer in self.layers.items()]
-    if self.is_new: handles += self.first_pass()
-    for p in self.slots: p.requires_grad_(self.is_new)
+    handles = [layer.register_forward_hook(partial(self.tap, name), with_kwargs=True) for name, layer in self.layers.items()]
+    looks = is_looked_at(self.passes)
+    if looks: handles += self.first_pass()
+    for p in self.slots: p.requires_grad_(looks)
     try: yield self
     finally:
+        self.passes += torch.is_grad_enabled()
         for handle in handles: handle.remove()
         for p in self.slots: p.requires_grad_(True)
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9deed667
 @patch
-def tap(self:Book, name, layer, args, output):
+def tap(self:Book, name, layer, args, kwargs, output):
     "Note a layer's input, and have the backward pass call `write` with its output gradient."
     if not torch.is_grad_enabled(): return output
-    if not args or not isinstance(output, Tensor):
-        raise TypeError(f"layer {name!r} must take its input as a positional argument and return one tensor")
+    if not args or not isinstance(output, Tensor) or any(x is not None for x in (*args[1:], *kwargs.values())):
+        raise TypeError(f"layer {name!r} must take its input as its only argument, by position, and return one tensor")
     held, self.batch_sizes[name] = [args[0].detach()], len(args[0])
     self.uses.update(self.layer_slots[name].values())
     version = args[0]._version

@@ -144,6 +144,7 @@ CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cach
 
 def linear_rank_one(layer, slots, a, b):
     "One vector per sample (Goodfellow 2015)."
+    if a.dim()>2: return linear_matrices(layer, slots, a, b) # chosen on a batch of vectors, and now there are positions
     return Part("weight", squares(a)*squares(b), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
 
 def linear_gram(layer, slots, a, b):
@@ -300,6 +301,7 @@ def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives."
     is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" # Opacus takes every padding for zeros
     sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient) if is_seen else ft_compute_per_sample_gradient
+    vars(layer).pop("ft_compute_sample_grad", None) # Opacus keeps a copy of the layer as it was
     found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 

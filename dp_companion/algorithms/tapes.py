@@ -11,8 +11,8 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
-from .book_keeping import Anchor, refuse_past
-from .engines import NotFinite, call, part_of, per_sample_losses
+from .book_keeping import Anchor, is_looked_at, refuse_past
+from .engines import NotFinite, call, check_precision, lone_norm, part_of, per_sample_losses
 from .private_step import check_trainable, unchanged_buffers
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -30,6 +30,7 @@ def one_row(x):
 class Tape:
     "An engine whose forward and backward pass the caller runs."
     at_once = False # Whether `scale` must see the whole batch in one call
+    passes = 0
     def __init__(self, engine, is_mean:bool): # From `engines`; whether the loss is a mean over the batch
         self.engine, self.is_mean = engine, is_mean
         self.flat, self.slots, self.kernels = engine.flat, engine.slots, engine.kernels
@@ -59,10 +60,22 @@ def forward(self:Tape, module, args, kwargs):
     if self.is_filled: raise ValueError("optimizer.step must follow every loss.backward, got a second forward pass in between; "
         "for batches larger than memory use opacus.utils.batch_memory_manager.BatchMemoryManager")
     check_trainable(module, self.slots)
+    check_precision(self.flat.device.type)
     self.clear()
     self.batch_size = batch_size_of(args, kwargs)
-    if self.batch_size: return self.record(module, args, kwargs)
+    if self.batch_size:
+        if is_looked_at(self.passes): self.look(module, args, kwargs)
+        self.passes += 1
+        return self.record(module, args, kwargs)
     return part_of(module(*map(one_row, args), **{k: one_row(x) for k, x in kwargs.items()}), slice(0, 0)) # Not every module takes no rows
+
+@patch
+def look(self:Tape, module, args, kwargs):
+    "Refuse a module in which samples meet."
+    def random_sums(): # (batch,)
+        outputs = [x for x in tree_leaves(module(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad and x.dim() and len(x)==self.batch_size]
+        return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in outputs), start=self.flat.new_zeros(self.batch_size))
+    lone_norm(self.engine, random_sums, (self.batch_size//2+self.passes)%self.batch_size)
 
 # %% ../../nbs/algorithms/tapes.ipynb #953f7c45
 OLD_PASS = "loss.backward must go once through the last forward pass of the module, got an older or a second pass"
@@ -144,9 +157,7 @@ class HooksTape(Tape):
         "Add the weighted sum of the per-sample gradients."
         self.engine.optimizer.scale = self.scaled(scale)
         self.engine.optimizer.clip_and_accumulate()
-        for p, slot in self.slots.items():
-            slot.shaped.add_(p.summed_grad)
-            p.summed_grad = None
+        self.engine.add_gradients()
         return self.flat.new_empty(0)
 
 # %% ../../nbs/algorithms/tapes.ipynb #d27ce2c4
@@ -163,6 +174,7 @@ class GhostTape(HooksTape):
     def record(self, module, args, kwargs):
         self.inputs = kwargs if kwargs else args
         if args and kwargs: raise TypeError("the module must take positional or named arguments alone with engine='ghost', got both")
+        self.engine.clear(self.batch_size)
         return self.dated(call(module, self.inputs))
 
     def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
@@ -174,7 +186,7 @@ class GhostTape(HooksTape):
         for p in self.slots: p.grad = None
         model.disable_hooks()
         (scales*losses).sum().backward()
-        for p, slot in self.slots.items(): slot.shaped.add_(p.grad)
+        self.engine.add_gradients()
         return losses.detach()
 
 # %% ../../nbs/algorithms/tapes.ipynb #24a87d4e

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dp_companion.algorithms import clipping, private_optimizer, private_step
+from dp_companion.algorithms import clipping, engines, private_optimizer, private_step
 from dp_companion.algorithms.book_keeping import Book
 from dp_companion.algorithms.clipping import Flat, GlobalAdapt, GroupAdaptive
 from dp_companion.algorithms.engines import RuledGhost, RuledOptimizer
@@ -134,7 +134,9 @@ RAW, COUNTS, STATED = "the rule does not depend on raw norms", "counts have the 
 STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, private_optimizer.PoissonBatches
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
-NO_REFUSAL = Patch(private_step, "check_model", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
+NO_LOOK = Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)) # The engines see wrong norms themselves
+NO_MEETING = Patch(engines, "lone_norm", "rows[others].nan_to_num(0, 0, 0).any()", "False")
+NO_REFUSAL = Patch(private_step, "check_layer", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
 BATCH_NORM = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs)")
 BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs, track_running_stats=False)")
 
@@ -149,11 +151,11 @@ ZOO = [
         (Patch(STEP, "accumulate", "losses = self.engine", "self.engine.flat.share = 1/self.expected_batch_size; losses = self.engine"),
          Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), self.flat.share))"))),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
-        (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"),)),
+        (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"), NO_LOOK)),
     Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,
-        (Patch(RuledOptimizer, "clip_and_accumulate", "g.reshape(len(g), -1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"),)),
+        (Patch(RuledOptimizer, "clip_and_accumulate", "g.reshape(len(g), -1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"), NO_LOOK)),
     Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
-        (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"),)),
+        (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"), NO_LOOK)),
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
         (Patch(OPTIMIZER, "begin_pass", "self.drop()", "pass"),)),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
