@@ -157,6 +157,23 @@ def train(model, optimizer, loader, criterion=nn.CrossEntropyLoss(), groups=None
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+class Centred(nn.Module):
+    "Subtracts the batch's mean."
+    def forward(self, h): return h-h.mean(0)
+
+
+@pytest.mark.parametrize("engine", ["book", "hooks", "ghost"])
+def test_samples_that_meet_are_refused(engine):
+    _, model, optimizer, *criterion, loader = private(model=nn.Sequential(network(), Centred()), engine=engine)
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): train(model, optimizer, loader, *criterion)
+
+
+@pytest.mark.parametrize("engine", ["book", "hooks", "ghost"])
+def test_autocast_is_refused(engine):
+    _, model, optimizer, *criterion, loader = private(model=network(torch.float32), engine=engine)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="the forward pass must run in the parameters' own precision"): model(torch.zeros(4, 1, 8, 8))
+
+
 @pytest.mark.parametrize("rule", [Flat(max_grad_norm=.5), AutoS(max_grad_norm=.5), GlobalAdaptV2(max_grad_norm=.5), GlobalAdapt(max_grad_norm=.5)], ids=lambda r: r.name)
 def test_engines_agree(rule):
     ends, ledgers = {}, {}
