@@ -4,7 +4,9 @@ import json
 import math
 import signal
 import time
+from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,7 +256,7 @@ def test_a_target_is_met_and_never_passed(accountant, rule):
     assert len(privacy.accountant) == 3*40//7
     assert 4*.998 < privacy.get_epsilon(1e-4) <= 4. and privacy.budget().epsilon <= 4.
     with pytest.raises(ValueError, match="training must stop after the 17 steps that target_epsilon pays for"): train(model, optimizer, loader)
-    with pytest.raises(ValueError, match="must be asked of a fresh PrivacyEngine, got one with 17 steps"):
+    with pytest.raises(ValueError, match="must be asked of a fresh PrivacyEngine, got one that has made an optimizer already, with 17 steps"):
         private(privacy, "make_private_with_epsilon", target_epsilon=4., target_delta=1e-4, epochs=3)
 
 
@@ -445,13 +447,133 @@ def test_gradients_may_be_cleared_before_the_backward_pass(engine, order):
     assert optimizer.steps_taken == 5
 
 
-def test_a_promise_is_kept_by_all_optimizers_of_an_engine():
-    privacy, own = PrivacyEngine(accountant="rdp", secure_mode=False), [flat_network(), flat_network()]
-    made = [privacy.make_private_with_epsilon(module=m, optimizer=torch.optim.SGD(m.parameters(), lr=.1), data_loader=DataLoader(flat_data(), batch_size=8),
-                                              target_epsilon=2., target_delta=1e-5, epochs=1, max_grad_norm=1.) for m in own]
-    train(*made[0])
-    with pytest.raises(ValueError, match="training must stop after the 5 steps that target_epsilon pays for"): train(*made[1])
+def test_a_promise_has_one_optimizer():
+    "Two would each spend the target, or one of them what the other promised."
+    def promised(privacy, target=2.):
+        own = flat_network()
+        return privacy.make_private_with_epsilon(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), data_loader=DataLoader(flat_data(), batch_size=8),
+                                                 target_epsilon=target, target_delta=1e-5, epochs=1, max_grad_norm=1.)
+    privacy = PrivacyEngine(accountant="rdp", secure_mode=False)
+    made = promised(privacy)
+    with pytest.raises(ValueError, match="target_epsilon must be asked of a fresh PrivacyEngine, got one that has made an optimizer already"): promised(privacy, 1.)
+    train(*made)
+    with pytest.raises(ValueError, match="training must stop after the 5 steps that target_epsilon pays for"): train(*made)
     with pytest.raises(ValueError, match="make_private must be asked of a fresh PrivacyEngine"): private(privacy, dataset=flat_data(), model=flat_network(), noise_multiplier=1.)
+    other, *_ = private(dataset=flat_data(), model=flat_network(), noise_multiplier=.5)
+    with pytest.raises(ValueError, match="target_epsilon must be asked of a fresh PrivacyEngine"): promised(other)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_integers_of_numpy_draw_the_same_batches(integer):
+    "Their shifts overflow: all records were in every batch, or none was."
+    sizes = []
+    for b in (20, integer(20)):
+        _, _, _, loader = private(dataset=flat_data(200), model=flat_network(), expected_batch_size=b)
+        sizes.append([len(x) for x, _ in loader])
+    assert sizes[0] == sizes[1] and 10 < np.mean(sizes[0]) < 30
+
+
+@ENGINES
+@pytest.mark.parametrize("way", ["signal", "module"])
+def test_no_record_is_in_a_step_twice(engine, way):
+    "Opacus's signal for pieces of a batch could add the whole of it again and again, at the price of once."
+    model, optimizer, criterion, loader = loop(engine)
+    with pytest.raises(ValueError, match="the passes of one step must hold the records of its batch once, got [0-9]+ rows more"):
+        for x, y in loader:
+            for more in (True, False) if way == "signal" else (False,):
+                optimizer.zero_grad()
+                if way == "signal": optimizer.signal_skip_step(more)
+                else: x, y = torch.cat([x]*2), torch.cat([y]*2)
+                criterion(model(x), y).backward()
+                optimizer.step()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_draws_the_batch_that_comes_next(tmp_path, workers):
+    "Workers draw ahead: what a checkpoint keeps is where the steps are, else the same noise would be added to other records."
+    def made():
+        own = flat_network()[2:]
+        privacy = PrivacyEngine()
+        model, optimizer, loader = privacy.make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., noise_generator=seeded(),
+            data_loader=DataLoader(TensorDataset(torch.randn(40, 8, generator=seeded(), dtype=torch.float64), torch.arange(40)%3), batch_size=4, num_workers=workers, generator=seeded(1)))
+        return privacy, model, optimizer, loader
+    def run(privacy, model, optimizer, loader, steps, stop_at=None):
+        for x, y in loader:
+            optimizer.zero_grad(); nn.CrossEntropyLoss()(model(x), y).backward(); optimizer.step()
+            steps.append((x, optimizer.tape.flat.clone()))
+            if optimizer.steps_taken == 3: privacy.save_checkpoint(path=tmp_path/"c.pt", module=model, optimizer=optimizer)
+            if optimizer.steps_taken == stop_at: return
+    whole, resumed, broken = [], [], []
+    run(*made(), whole)
+    privacy, model, optimizer, loader = made()
+    privacy.load_checkpoint(path=tmp_path/"c.pt", module=model, optimizer=optimizer)
+    run(privacy, model, optimizer, loader, resumed)
+    objects = made()
+    run(*objects, broken, stop_at=5)
+    run(*objects, broken) # The same pass, left and begun again
+    for found, expected in ((resumed, whole[3:]), (broken, whole)):
+        assert len(found) == len(expected) and all(torch.equal(a, b) for pair in zip(found, expected) for a, b in zip(*pair))
+
+
+@pytest.mark.parametrize("choice", ["batches", "part", "few", "again"])
+def test_a_loader_that_chooses_its_samples_is_refused(choice):
+    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+    made = flat_data()
+    chosen = dict(batches=dict(batch_sampler=BatchSampler(SubsetRandomSampler(range(10)), 5, False)), part=dict(sampler=SequentialSampler(range(10)), batch_size=5),
+                  few=dict(sampler=RandomSampler(made, num_samples=10), batch_size=5), again=dict(sampler=RandomSampler(made, replacement=True), batch_size=5))[choice]
+    own = flat_network()
+    with pytest.raises(ValueError, match="data_loader must not choose its samples"):
+        PrivacyEngine().make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), data_loader=DataLoader(made, **chosen), noise_multiplier=1., expected_batch_size=5)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_written(tmp_path):
+    path = tmp_path/"checkpoint.pt"
+    privacy, model, optimizer, _ = private()
+    privacy.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="a checkpoint must hold tensors and plain values alone"):
+        privacy.save_checkpoint(path=path, module=model, optimizer=optimizer, checkpoint_dict={"accuracy": np.mean([.9, .8])})
+    assert path.read_bytes() == before
+
+
+class Several(nn.Module):
+    "A module whose output is more than a tensor."
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(6, 3).double(), kind
+    def forward(self, x): return self.kind(self.layer(x))
+
+
+Named = namedtuple("Named", "logits, note")
+
+
+@pytest.mark.parametrize("engine", ["book", "hooks"])
+@pytest.mark.parametrize("kind", [lambda x: (x, None), lambda x: Named(x, "said"), lambda x: [x, torch.tensor(1.)]])
+def test_an_empty_batch_takes_any_output(engine, kind):
+    _, model, optimizer, _ = private(dataset=flat_data(), model=Several(kind), engine=engine)
+    optimizer.drawn.append((0, None))
+    logits = model(torch.zeros(0, 6, dtype=torch.float64))[0]
+    assert logits.shape == (0, 3)
+    nn.CrossEntropyLoss(reduction="sum")(logits, torch.zeros(0, dtype=torch.long)).backward()
+    optimizer.step()
+    assert optimizer.steps_taken == 1
+
+
+def test_the_length_of_a_pass_stays():
+    _, model, optimizer, loader = private()
+    lengths = []
+    for x, y in loader:
+        optimizer.zero_grad(); nn.CrossEntropyLoss()(model(x), y).backward(); optimizer.step()
+        lengths.append(len(loader))
+    assert set(lengths[:-1]) == {len(lengths)}
+
+
+def test_words_that_say_one_thing_agree():
+    with pytest.raises(ValueError, match="max_grad_norm must be left out or equal bound_schedule's initial 3.0"):
+        private(max_grad_norm=1., bound_schedule=StepDecay(initial=3., decay_rate=.5, drop_every=2, decay_of="value"))
+    own = flat_network()
+    _, optimizer, _ = PrivacyEngine().make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), data_loader=DataLoader(flat_data(), batch_size=8), noise_multiplier=1., loss_reduction="sum")
+    assert not optimizer.tape.is_mean
 
 
 def test_what_the_engine_does_not_do_it_refuses():

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -49,9 +49,8 @@ def call(model, inputs):
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 def part_of(inputs, index): # `inputs` for some samples
-    "The samples that an index picks, from a tensor, a tuple or a dict."
-    if isinstance(inputs, dict): return {k: part_of(x, index) for k, x in inputs.items()}
-    return type(inputs)(part_of(x, index) for x in inputs) if isinstance(inputs, (tuple, list)) else inputs[index]
+    "The samples that an index picks, from a tensor, or tensors in tuples, lists and dicts; what has no batch stays."
+    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.dim() else x, inputs)
 
 # %% ../../nbs/algorithms/engines.ipynb #df415eb8
 @contextmanager

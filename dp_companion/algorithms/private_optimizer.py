@@ -66,16 +66,21 @@ class PoissonBatches(Sampler):
     def __init__(self, optimizer, source:GaussianNoise): # A PrivateOptimizer; where the keys come from
         self.optimizer, self.source = optimizer, source
 
-    def __len__(self): return self.optimizer.steps_left
+        optimizer.place = self.place()
+
+    def __len__(self): return self.optimizer.steps_of_pass
 
     def __iter__(self):
         optimizer = self.optimizer
         optimizer.begin_pass()
+        if optimizer.place is not None: self.source.generator.set_state(optimizer.place) # What was drawn ahead and not used is drawn again
         share = (dist.get_rank(), dist.get_world_size()) if optimizer.private_step.is_distributed else (0, 1)
-        for _ in range(len(self)):
+        for _ in range(optimizer.steps_left):
             batch = poisson_batch(optimizer.plan, self.source.key(), *share)
-            optimizer.batches_to_use += 1
+            optimizer.drawn.append((len(batch), self.place()))
             yield batch
+
+    def place(self): return None if self.source.secure else self.source.generator.get_state()
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #895ff579
 def poisson_loader(
@@ -108,7 +113,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.private_step, self.ledger, self.plan = private_step, ledger, plan
         self.noise_schedule, self.bound_schedule, self.target_steps = noise_schedule, bound_schedule, target_steps
         self.original_optimizer, self.tape, self.report = private_step.optimizer, private_step.engine, None
-        self.steps_taken, self.batches_to_use, self.skips, self.fetched_ahead = 0, 0, deque(), 0
+        self.steps_taken, self.pass_began, self.rows_left, self.fetched_ahead = 0, 0, 0, 0
+        self.place, self.drawn, self.skips = None, deque(), deque() # Where the source of batches was after the last one that had its step; the rows and the place of those without
     epoch = property(lambda self: self.plan.epoch_of(self.steps_taken), doc="Epoch of the next step, from 0.")
     expected_batch_size = property(lambda self: self.plan.expected_batch_size)
     clip_rule = property(lambda self: self.private_step.clip_rule, doc="The rule as it is now.")
@@ -121,6 +127,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def noise_multiplier(self, value): refuse_multiplier(value) # As Opacus's noise schedulers set it
     @property
     def steps_left(self)->int: return steps_until(self.plan, self.epoch, self.target_steps)-self.steps_taken # Of this pass
+    @property
+    def steps_of_pass(self)->int: # Of one that has begun all, else those to come
+        begun = self.plan.epoch_of(self.pass_began)==self.epoch
+        return self.steps_left + (self.steps_taken-self.pass_began if begun else 0)
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #818561af
 def refuse_multiplier(value):
@@ -144,7 +154,7 @@ def at(self:PrivateOptimizer, schedule:Schedule)->float: # Value at the next ste
 @patch
 def check_target(self:PrivateOptimizer):
     "Refuse what would go beyond the target."
-    if self.target_steps is not None and max(self.steps_taken, len(self.ledger))>=self.target_steps: # Another optimizer of the engine may have spent
+    if self.target_steps is not None and self.steps_taken>=self.target_steps:
         raise ValueError(f"training must stop after the {self.target_steps} steps that target_epsilon pays for, got one more; "
             "give make_private_with_epsilon more epochs")
 
@@ -160,7 +170,8 @@ def begin_pass(self:PrivateOptimizer):
     "Drop what an interrupted pass left, and begin another."
     self.check_target()
     self.drop()
-    self.batches_to_use = 0
+    self.pass_began = self.steps_taken
+    self.drawn.clear()
     self.skips.clear()
 
 @patch
@@ -180,27 +191,36 @@ def check_used(self:PrivateOptimizer, drawn:int): # Batches, or pieces of them, 
 def begin(self:PrivateOptimizer):
     "Account the next step, then begin it."
     self.check_target()
-    if self.batches_to_use<1: raise ValueError("every optimizer.step must have a batch of its own from the returned data loader, "
+    if not self.drawn: raise ValueError("every optimizer.step must have a batch of its own from the returned data loader, "
         "got a step without one; a second step on one batch, or on a batch from elsewhere, is not what the accountant certifies")
-    self.check_used(self.batches_to_use)
+    self.check_used(len(self.drawn))
     sigma = self.noise_multiplier
     if self.bound_schedule is not None:
         self.private_step.clip_rule = replace(self.clip_rule, **{bound_name(self.clip_rule): self.at(self.bound_schedule)})
     self.ledger.add(self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)))
-    self.batches_to_use, self.steps_taken = self.batches_to_use-1, self.steps_taken+1
+    self.rows_left, self.place = self.drawn.popleft()
+    self.steps_taken += 1
     self.private_step.begin(sigma)
+
+@patch
+def check_rows_left(self:PrivateOptimizer, batch_size:int):
+    "Refuse more rows than the step's batch has records: one of them would be in the sum twice, and the accountant counts it once."
+    self.rows_left -= batch_size
+    if self.rows_left<0: raise ValueError(f"the passes of one step must hold the records of its batch once, got {-self.rows_left} rows more than were drawn; "
+        "for several rows a record, average their losses inside the module")
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #0c8102b5
 @patch
 def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Group labels (batch,), for rules that need them
     "One private step; for a piece of a larger batch, a part of one."
     if closure is not None:
-        with torch.enable_grad(): closure()
+        with torch.enable_grad(): closure = closure()
     batch_size = self.tape.check()
     if self.clip_rule.needs_groups and groups is None: raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
     self.check_used(len(self.skips))
     if not self.private_step.is_begun: self.begin()
     try:
+        self.check_rows_left(batch_size)
         for p in self.tape.slots: p.grad = None
         self.private_step.accumulate(None, None, range(batch_size), groups=groups)
         self.tape.clear()
@@ -208,6 +228,7 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
     except BaseException:
         self.drop()
         raise
+    return closure
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #4d261d72
 @patch

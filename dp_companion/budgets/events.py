@@ -24,7 +24,7 @@ class MechanismEvent:
     def __post_init__(self):
         _real("noise_multiplier", self.noise_multiplier)
         if self.sample_rate != 1: _sample_rate(self.sample_rate)
-        _whole("steps", self.steps, 0)
+        for name, value in (("noise_multiplier", float(self.noise_multiplier)), ("sample_rate", float(self.sample_rate)), ("steps", _whole("steps", self.steps, 0))): object.__setattr__(self, name, value)
         if not (isinstance(self.query, str) and self.query): raise ValueError(f"query must be a name, got query={self.query!r}")
 
 # %% ../../nbs/budgets/events.ipynb #a171746a

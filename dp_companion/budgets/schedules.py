@@ -184,7 +184,7 @@ class PoissonPlan:
     epochs: int # E; >= 1
 
     def __post_init__(self):
-        for name in ("dataset_size", "expected_batch_size", "epochs"): _whole(name, getattr(self, name))
+        for name in ("dataset_size", "expected_batch_size", "epochs"): object.__setattr__(self, name, _whole(name, getattr(self, name))) # NumPy's integers overflow
         if self.expected_batch_size > self.dataset_size:
             raise ValueError(f"expected_batch_size must be <= dataset_size={self.dataset_size}, "
                              f"got expected_batch_size={self.expected_batch_size}")

@@ -173,7 +173,7 @@ ZOO = [
     Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step", "an empty batch moves by noise",
         (Patch(STEP, "finish", "self.optimizer.step()", "self.optimizer.step() if self.seen else None"),)),
     Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop", POISSON,
-        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("batches_to_use += 1", "batches_to_use += bool(batch)"),)),)),
+        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("optimizer.drawn.append((len(batch), self.place()))", "optimizer.drawn.extend([(len(batch), self.place())] if batch else [])"),)),)),
     Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
