@@ -343,6 +343,14 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
     assert "Changed" in (out/"index.html").read_text() and beside(clone) == []
 
 
+def test_what_is_no_leftover_of_a_build_stays(tmp_path):
+    from dp_companion.workbench.site import clear_leftovers
+    names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True, ".publicity-old-999999999": True, ".public-building-999999999": False, ".public-old-999999999": False}
+    for name in names: (tmp_path/name).mkdir()
+    clear_leftovers(tmp_path/"public")
+    assert {name: (tmp_path/name).exists() for name in names} == names
+
+
 def test_quarto_gets_a_project_that_lists_what_is_there(clone, monkeypatch):
     "With a stand-in for Quarto that copies what it is given; no real one is needed to see that it is called well."
     (clone/"bin").mkdir()

@@ -276,9 +276,9 @@ def commit()->str: # 12 hexadecimal digits, with "+changes" where the working tr
     "The git commit of the code that runs."
     here = Path(__file__).parent if "__file__" in globals() else Path.cwd()
     git = lambda *args: subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
-    try: head, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+    try: head, known, changed = git("rev-parse", "--short=12", "HEAD"), git("ls-files", "--error-unmatch", "."), git("status", "--porcelain", "--untracked-files=no", "--", ":(top)dp_companion/*.py")
     except OSError: return "unknown"
-    if head.returncode: return "unknown"
+    if head.returncode or known.returncode: return "unknown" # an installation inside somebody else's repository
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 # %% ../../nbs/workbench/records.ipynb #f0e7d2f8

@@ -93,6 +93,7 @@ def clear_leftovers(
 )->None:
     "Remove what builds that were killed left beside `out`."
     for left in out.parent.glob(f".{out.name}-*"):
+        if not re.fullmatch(rf"\.{re.escape(out.name)}-(building|old)-\d+", left.name): continue
         try: os.kill(int(left.name.rpartition("-")[2]), 0)
         except PermissionError: continue # somebody else's process, and alive
         except (ValueError, OSError): shutil.rmtree(left, ignore_errors=True)
@@ -145,7 +146,7 @@ def build_site(
     if out.exists() and not (out/_MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise SiteError(f"out must be a new folder or a site built before, got out={out}")
     clear_leftovers(out)
-    fresh = out.with_name(f".{out.name}-{os.getpid()}")
+    fresh = out.with_name(f".{out.name}-building-{os.getpid()}")
     try:
         _build(inputs, builder, fresh)
         swap(fresh, out)
