@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CELL', 'STANDS_FOR', 'STANDS_FOR_OF', 'HEADINGS', 'read_records', 'reference_of', 'metric_of', 'row_of',
-           'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'for_print', 'by_target', 'headline',
-           'refuted', 'provenance_line', 'made_with']
+           'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'short_name', 'for_print', 'by_target',
+           'headline', 'standing', 'differences', 'in_words', 'refuted', 'provenance_line', 'made_with']
 
 # %% ../../nbs/workbench/tables.ipynb #5d2a3c60
 import json
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 import pandas as pd
 from ..published import load
-from .paired import counted
+from .paired import best_of_others, compared, counted, listed
 from .records import LISTED, RunRecord, provenance, read_record
 
 # %% ../../nbs/workbench/tables.ipynb #0484299a
@@ -115,6 +115,12 @@ def mean_text(
     "A mean as a table prints it."
     return f"{mean:.{digits}f}\u00a0±\u00a0{sd:.{digits}f}\u00a0({seeds})" if seeds > 1 else f"{mean:.{digits}f}\u00a0({seeds})"
 
+def short_name(
+    method:str, # A method of paper `global_adapt_v2`; others stay
+)->str:
+    "V2 for DP-SGD-Global-Adapt-V2, Global for DP-SGD-Global."
+    return method.replace("DP-SGD-Global-Adapt-V2", "V2").replace("DP-SGD-Global", "Global")
+
 # %% ../../nbs/workbench/tables.ipynb #36c3c19d
 HEADINGS = {"setting": "setting", "target_epsilon": "ε asked", "method": "method", "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)", "claimed": "claimed ε",
             "certified": "certified ε", "empirical": "empirical ε, 95 %"} # columns of the printed table, in order
@@ -125,12 +131,12 @@ def for_print(
     *,
     digits:int=1, # Of our means, after the point
 )->pd.DataFrame: # Text, with HEADINGS as columns; `setting` only where something was varied
-    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; V2 is short for DP-SGD-Global-Adapt-V2, Global for DP-SGD-Global."
+    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; methods have their short names."
     text = table.assign(
         ours=[mean_text(m, s, n, digits) for m, s, n in zip(table["mean"], table["sd"], table["seeds"])],
         published=[f"{p:.{digits+1}f}" if p == p else "—" for p in table["published"]],
         certified=table[["certified_rdp", "certified_pld"]].min(axis=1).map(epsilon_text),
-        method=table["method"].str.replace("DP-SGD-Global-Adapt-V2", "V2").str.replace("DP-SGD-Global", "Global"), accounting=table["accounting"].str.replace("_", " "),
+        method=table["method"].map(short_name), accounting=table["accounting"].str.replace("_", " "),
         target_epsilon=["—" if t != t else f"{t:g}" for t in table["target_epsilon"]],
         claimed=table["claimed"].map(epsilon_text), empirical=[epsilon_text(e) for e in table["empirical"]])
     shown = [name for name in HEADINGS if name != "setting" or table["setting"].any()]
@@ -157,19 +163,63 @@ def headline(
     "The first paper's story in one small table: Table 13 at one target, in both accountings."
     return for_print(beside_published(summarise([r for r in records if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?", r.spec.method)]), item="Table 13"))
 
+# %% ../../nbs/workbench/tables.ipynb #7166fe54
+def standing(
+    records:list, # RunRecords of one data set and accounting
+    ours:str, # A method
+    theirs:str|None=None, # Another; None is the one with the highest mean of the others
+)->dict: # Target epsilon to (verdict, the other's name, gap), as `compared`; without the targets where no seed is common
+    "Where a method's accuracy stands to another's."
+    def value(record): return metric_of(record, "accuracy")
+    found = {}
+    for target in sorted({r.spec.target_epsilon for r in records}):
+        at = {}
+        for r in records:
+            if r.spec.target_epsilon == target: at.setdefault(r.spec.method, []).append(r)
+        other = theirs or best_of_others(at, ours, value)
+        verdict, gap = compared(at.get(ours, []), at.get(other, []), value)
+        if verdict: found[target] = verdict, other, gap
+    return found
+
+def differences(
+    records:list, # As for `standing`
+    pairs:list, # (ours, theirs) each
+    targets:tuple, # Columns
+)->pd.DataFrame: # Text
+    "Where methods stand to one another: a row for each pair, a column for each target."
+    rows = []
+    for ours, theirs in pairs:
+        found = standing(records, ours, theirs)
+        cells = {f"ε = {t:g}": "not run yet" for t in targets} | {f"ε = {t:g}": f"{verdict}{'' if theirs else ' ' + short_name(other)}: {gap}" for t, (verdict, other, gap) in found.items()}
+        rows.append({"accuracy of": f"{short_name(ours)} against {short_name(theirs) if theirs else 'the highest other'}", **cells})
+    return pd.DataFrame(rows)
+
+def in_words(
+    found:dict, # From `standing`
+    words:dict={}, # Verdict to what is said for it; a verdict that is not in it stands for itself
+)->str:
+    "The targets that say the same, together."
+    groups = {}
+    for target, (verdict, *_) in found.items(): groups.setdefault(words.get(verdict, verdict), []).append(f"{target:g}")
+    return "; ".join(f"{said} at ε = {', '.join(at)}" for said, at in groups.items()) or "not run yet"
+
 # %% ../../nbs/workbench/tables.ipynb #5e5b3da8
 def refuted(
-    records:list, # RunRecords, attacked or not
+    records:list, # RunRecords of one accounting, attacked or not
 )->str: # A sentence
-    "How many claims an attack refutes, and the furthest of them."
-    attacked = [(r.budget["empirical"]["epsilon"]/r.budget["claimed"]["epsilon"], r) for r in records if r.budget["claimed"] and r.budget["empirical"]]
-    settings = {(r.spec.method, r.spec.accounting, r.spec.target_epsilon, r.spec.noise_multiplier): (ratio, r) for ratio, r in attacked}
-    over = [found for found in settings.values() if found[0] > 1]
-    if not settings: return "Nothing was attacked."
-    if not over: return f"Of {counted(len(settings), 'attacked setting')} no claim is refuted."
-    _, furthest = max(over, key=lambda found: found[0])
-    return (f"Of {counted(len(settings), 'attacked setting')} the claim{'s' if len(over) > 1 else ''} of {len(over)} {'are' if len(over) > 1 else 'is'} refuted, furthest of {furthest.spec.method} at ε = {furthest.spec.target_epsilon:g}: "
-            f"claimed {epsilon_text(furthest.budget['claimed']['epsilon'])}, achieved {epsilon_text(furthest.budget['empirical']['epsilon'])}.")
+    "Where an attack stands to the paper's formula, noise schedule by noise schedule, and the furthest of them."
+    alike = {}
+    for r in records:
+        if r.budget["claimed"] and r.budget["empirical"]: alike.setdefault((json.dumps(r.budget["events"]), r.spec.delta), []).append(r)
+    if not alike: return "Nothing was attacked."
+    ratio = {key: of[0].budget["empirical"]["epsilon"]/of[0].budget["claimed"]["epsilon"] for key, of in alike.items()}
+    over, furthest = sum(x > 1 for x in ratio.values()), alike[max(ratio, key=ratio.get)]
+    names = listed(list(dict.fromkeys(short_name(r.spec.method) for r in furthest))) + f" at ε = {furthest[0].spec.target_epsilon:g}"
+    claimed, achieved = (epsilon_text(furthest[0].budget[kind]["epsilon"]) for kind in ("claimed", "empirical"))
+    share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
+    if furthest[0].spec.accounting == "as_printed":
+        return f"An attack on the noise refutes the claimed ε for {share}" + (f", furthest that of {names}: claimed {claimed}, achieved {achieved}." if over else ".")
+    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f", furthest for {names}: {claimed} against {achieved}." if over else ".")
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
 def provenance_line(
