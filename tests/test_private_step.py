@@ -791,3 +791,17 @@ def test_groups_must_fit_the_batch():
     x, y = batch(digits_cnn, 6)
     step = step_for(network(digits_cnn), clip_rule=GroupAdaptive(num_groups=10), generator=seeded())
     with pytest.raises(ValueError, match="groups must have one label per sample, got 7 labels for 6 samples"): step(LOSS, x, y, groups=torch.zeros(7, dtype=torch.long))
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+@pytest.mark.parametrize("size", [1e-22, 1e-25])
+@pytest.mark.parametrize("positions", [False, True])
+def test_vanished_gradients_are_not_amplified(engine, size, positions):
+    "Squares of single precision are lost below 1e-22: a norm of zero would be scaled by c0/z, which may be anything."
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=1.), clip_rule=GlobalAdapt(max_grad_norm=1., strict_max_grad_norm=1e-28), expected_batch_size=1, noise_multiplier=0., engine=engine)
+    x = torch.randn(1, *[5]*positions, 3, generator=torch.Generator().manual_seed(0))
+    step(lambda outputs, targets: size*outputs.flatten(1).sum(1), x, torch.zeros(1, dtype=torch.long))
+    moved = math.sqrt(sum((p.detach().double() - b).square().sum().item() for p, b in zip(model.parameters(), before)))
+    assert moved <= 1.001

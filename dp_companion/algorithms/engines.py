@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ENGINES', 'per_sample_losses', 'call', 'part_of', 'looking', 'lone_norm', 'check_norm', 'check_rows',
            'check_precision', 'Engine', 'BookEngine', 'default_format_', 'check_padding', 'seen_by_opacus_',
-           'RuledOptimizer', 'HooksEngine', 'NotFinite', 'linear_norms', 'RuledGhost', 'PerSample', 'GhostEngine']
+           'rounded_up_norms', 'RuledOptimizer', 'HooksEngine', 'NotFinite', 'linear_norms', 'RuledGhost', 'PerSample',
+           'GhostEngine']
 
 # %% ../../nbs/algorithms/engines.ipynb #9cbc4f26
 import copy
@@ -21,6 +22,7 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .book_keeping import Book, gradient_slots, is_looked_at, refuse_past, tapped_layers
+from .per_sample_norms import squares
 
 # %% ../../nbs/algorithms/engines.ipynb #78bc1b39
 def per_sample_losses(
@@ -160,13 +162,21 @@ def seen_by_opacus_(
     for name, layer in tapped_layers(model).items(): layer.register_forward_pre_hook(partial(check, name), with_kwargs=True)
 
 # %% ../../nbs/algorithms/engines.ipynb #661a6c0a
+def rounded_up_norms(
+    norms:Tensor, # (batch,) as computed
+    parameters, # Whose gradients they are of
+)->Tensor: # (batch,)
+    "Norms that are not below the true ones where squares were lost to underflow."
+    limits = torch.finfo(norms.dtype)
+    return torch.hypot(norms, norms.new_tensor(sum(p.numel() for p in parameters)*limits.tiny*limits.eps).sqrt())
+
 class RuledOptimizer(DPOptimizer):
     "Opacus's optimizer with any clipping rule."
     def clip_and_accumulate(self):
         "Weigh the per-sample gradients by the rule."
         found = {p: self._get_flat_grad_sample(p) for p in self.params if p.grad_sample is not None} # A layer need not be reached
         if not found: raise ValueError("the loss must depend on at least one trainable layer, got none")
-        norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in found.values()], 1).norm(dim=1)
+        norms = rounded_up_norms(torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in found.values()], 1).norm(dim=1), found)
         scales, bad = self.scale(norms), ~torch.isfinite(norms)
         for p, g in found.items():
             if bad.any(): g = g.masked_fill(bad.view(-1, *[1]*(g.dim()-1)), 0)
@@ -204,9 +214,10 @@ class NotFinite(Exception):
     "Some samples' norms are not finite."
 
 def linear_norms(layer, activations:list, backprops:Tensor)->dict: # Parameter -> (batch,)
-    "Opacus's norms for one vector a sample; from formed gradients where a sample has positions."
-    if backprops.dim()==2: return GradSampleModuleFastGradientClipping.NORM_SAMPLERS[nn.Linear](layer, activations, backprops)
-    return {p: rows.flatten(1).norm(dim=1) for p, rows in GradSampleModule.GRAD_SAMPLERS[nn.Linear](layer, activations, backprops).items()}
+    "One product for one vector a sample; from formed gradients where a sample has positions."
+    if backprops.dim()==2: found = {layer.weight: squares(activations[0])*squares(backprops), layer.bias: squares(backprops)}
+    else: found = {p: squares(rows) for p, rows in GradSampleModule.GRAD_SAMPLERS[nn.Linear](layer, activations, backprops).items()}
+    return {p: x.sqrt() for p, x in found.items() if p is not None and p.requires_grad}
 
 class RuledGhost(GradSampleModuleFastGradientClipping):
     "Opacus's ghost clipping with any clipping rule."
@@ -214,7 +225,7 @@ class RuledGhost(GradSampleModuleFastGradientClipping):
     def get_clipping_coef(self)->Tensor: # (batch,)
         "The rule's scales."
         for p in self.trainable_parameters: check_rows(len(p._norm_sample), self.batch_size)
-        norms = self.get_norm_sample()
+        norms = rounded_up_norms(self.get_norm_sample(), self.trainable_parameters)
         if not torch.isfinite(norms).all(): raise NotFinite(norms)
         return self.scale(norms)
 

@@ -132,7 +132,7 @@ def step(
     images, labels = (x[indices].to(run.device) for x in (run.data.train_images, run.data.train_labels))
     groups = labels if getattr(run.step.clip_rule, "needs_groups", False) else None
     report = run.step(run.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
-    check_step(report, run.bounds, len(run.ledger) - 1)
+    check_step(report, run.step.clip_rule, run.bounds, len(run.ledger) - 1)
     if run.following: run.following.see(signal_of(run, report))
     run.lr.step()
     run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
