@@ -105,7 +105,7 @@ def test_run_refuses_what_its_rule_would_not_use(tmp_path, monkeypatch, change, 
 
 def test_tables_refuses_a_table_that_is_none():
     status, out, err = terminal("tables", "Table 99")
-    assert (status, out) == (2, "") and "item must be a table of paper global_adapt_v2, got item='Table 99'" in err
+    assert (status, out) == (2, "") and "item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item='Table 99'" in err
 
 
 def test_run_trains_and_is_found(tmp_path, monkeypatch):

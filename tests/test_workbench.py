@@ -404,3 +404,33 @@ def test_only_the_plateau_hears_the_public_loss():
             for o, s, loss in zip(optimizers, schedulers, (1/(t + 1), 1.)): o.step(); s.step(); observe(s, public_loss=loss)
         same = optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
         assert same == (name != "plateau")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
+def test_an_mnist_that_is_not_the_published_one_is_refused(tmp_path, damage):
+    from dp_companion.workbench.datasets import MNIST_SHA256, load_mnist
+    raw = tmp_path/"MNIST"/"raw"
+    raw.mkdir(parents=True)
+    for name in MNIST_SHA256: (raw/name).write_bytes({"flipped": bytes(1000), "cut": b"\0\0", "empty": b""}[damage])
+    with pytest.raises(ValueError, match="MNIST must have the published SHA-256, got another file at .*train-images-idx3-ubyte"): load_mnist(tmp_path)
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
+    from dp_companion.workbench.run import read_checkpoint
+    torch.save({"weights": torch.zeros(5000)}, path := tmp_path/"checkpoint.pt")
+    assert len(read_checkpoint(path)["weights"]) == 5000
+    content = bytearray(path.read_bytes())
+    content[len(content)//2] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path, weights_only=True)["weights"].any() # torch does not see it
+    with pytest.raises(ValueError, match="checkpoint must be whole"): read_checkpoint(path)
+
+
+def test_a_cell_of_a_table_has_one_noise():
+    from dp_companion.workbench.records import RunRecord, RunSpec
+    from dp_companion.workbench.tables import summarise
+    def record(seed, sigma):
+        spec = RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", accounting="certified", noise_multiplier=sigma, target_epsilon=1., epochs=1, expected_batch_size=64, seed=seed)
+        return RunRecord(spec=spec, epochs=[], final={"test_accuracy": .5}, budget={"claimed": None, "certified": {"pld": {"epsilon": 1/sigma}}, "empirical": None}, provenance={})
+    table = summarise([record(0, 2.), record(1, 2.), record(0, 1.)])
+    assert table[["noise_multiplier", "certified_pld", "seeds"]].values.tolist() == [[2., .5, 2], [1., 1., 1]]

@@ -27,7 +27,7 @@ from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import smallest_scale
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, _real, _word
-from ..files import write_whole
+from ..files import is_intact, write_whole
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #01bb02f0
 ONLY = { # An option of Opacus -> the value that is possible here, and what to do instead of another
@@ -283,7 +283,9 @@ def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the
 # %% ../../nbs/algorithms/privacy_engine.ipynb #382d2bd0
 def read_checkpoint(path)->dict:
     "Read a checkpoint, executing nothing."
-    try: return torch.load(path, weights_only=True)
+    try:
+        if not is_intact(path): raise OSError("flipped bits")
+        return torch.load(path, weights_only=True)
     except FileNotFoundError: raise
     except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__})") from None
 

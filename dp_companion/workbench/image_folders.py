@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 import numpy as np
 import torch
-from ..files import write_whole
+from ..files import is_intact, write_whole
 from .records import digest
 
 # %% ../../nbs/workbench/image_folders.ipynb #0a261237
@@ -38,7 +38,8 @@ def decoded(
     "What `read` makes of `folder`, from the cache where the folder has not changed."
     path = cache_root()/f"{folder.name}-{read.__name__.strip('_')}-{listing_key(folder)}.pt"
     if path.exists():
-        try: return torch.load(path, weights_only=True)
+        try:
+            if is_intact(path): return torch.load(path, weights_only=True)
         except Exception: path.unlink(missing_ok=True) # damaged: made again below
     content, buffer = read(folder), io.BytesIO()
     torch.save(content, buffer)

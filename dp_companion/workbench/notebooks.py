@@ -202,7 +202,8 @@ def is_current(
 )->bool: # Whether executing it again would change nothing
     "Whether a page was made from this source, and every record that it was made from is still the same."
     if not target.exists(): return False
-    made = json.loads(target.read_text(encoding="utf-8"))["metadata"]
+    try: made = json.loads(target.read_text(encoding="utf-8"))["metadata"]
+    except ValueError: return False # cut short: it is made again
     sums = made.get("dp_companion_records", {})
     return made.get("dp_companion_key") == key and None not in sums.values() and record_sums(list(sums), runs) == sums
 

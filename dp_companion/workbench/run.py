@@ -20,7 +20,7 @@ from ..algorithms.adaptive_noise import BatchStep, following_state, gradient_ene
 from ..algorithms.engines import per_sample_losses
 from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport
-from ..files import write_whole
+from ..files import is_intact, write_whole
 from .datasets import Dataset
 from .evaluation import bounds, evaluate, evaluate_auc, further_metrics, nonprivate_means
 from .losses import build_loss
@@ -218,5 +218,7 @@ def read_checkpoint(
     path:Path, # As written by `save_checkpoint`
 )->dict: # The state
     "Read a checkpoint; a damaged one is an error of one sentence."
-    try: return torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        if not is_intact(path): raise OSError("flipped bits")
+        return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__}); delete that file and run again") from None

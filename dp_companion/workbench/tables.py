@@ -59,7 +59,7 @@ def row_of(
             **{name: float(e) for name, e in certified.items()}, "empirical": budget["empirical"]["epsilon"] if budget["empirical"] else math.nan}
 
 # %% ../../nbs/workbench/tables.ipynb #dc5f91b5
-CELL = ["paper", "dataset", "method", "accounting", "target_epsilon", "delta", "setting"] # what one cell of a table has in common
+CELL = ["paper", "dataset", "method", "accounting", "target_epsilon", "noise_multiplier", "delta", "setting"] # what one cell of a table has in common
 
 # %% ../../nbs/workbench/tables.ipynb #68170841
 def summarise(
@@ -71,7 +71,7 @@ def summarise(
     "Mean, sample standard deviation and number of seeds of every cell, with its budget."
     if not records: raise ValueError("records must hold at least one run, got none; train some with `dp-companion reproduce`")
     rows = pd.DataFrame([row_of(r, metric) for r in records]).assign(setting=settings or "")
-    budget = ["noise_multiplier", "claimed", "certified_rdp", "certified_pld", "empirical"]
+    budget = ["claimed", "certified_rdp", "certified_pld", "empirical"]
     grouped = rows.groupby(CELL, sort=False, dropna=False)
     table = grouped[budget].first().join(grouped["value"].agg(mean="mean", sd="std", seeds="count"))
     return table.reset_index()
