@@ -21,7 +21,7 @@ install: $(VENV)/installed
 $(VENV)/installed: settings.ini setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else f"Python must be >= 3.10, got {sys.version.split()[0]}; say which with PYTHON=...")'
 	@echo "Installing into $(VENV) (the first time this downloads PyTorch, a few GB) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear --upgrade-deps $(VENV)
 	@$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@
 

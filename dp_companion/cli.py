@@ -71,6 +71,7 @@ def reproduce(
     from dp_companion.workbench.records import read_record
     from dp_companion.workbench.site import build_site
     from dp_companion.workbench.tables import headline
+    source, runs, out = source.resolve(), runs.resolve(), out.resolve()
     executed = runs/"notebooks"/profile.value
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers, everything=everything)
     page = build_site(executed, out)/"index.html"

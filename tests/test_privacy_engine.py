@@ -568,6 +568,26 @@ def test_the_length_of_a_pass_stays():
     assert set(lengths[:-1]) == {len(lengths)}
 
 
+def test_processes_that_would_train_apart_are_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="module must be in torch.nn.parallel.DistributedDataParallel before make_private where 2 processes train, got Sequential"): private()
+
+
+@ENGINES
+def test_an_average_of_weights_is_the_plain_module(engine):
+    from torch.optim.swa_utils import AveragedModel
+    model, optimizer, criterion, loader = loop(engine)
+    average = AveragedModel(model)
+    for x, y in loader:
+        optimizer.zero_grad(); criterion(model(x), y).backward(); optimizer.step()
+        average.update_parameters(model)
+    with torch.no_grad(): assert average.eval()(flat_data()[:5][0]).shape == (5, 3)
+    assert set(average.module.state_dict()) == set(model.state_dict()) and not isinstance(average.module, type(model))
+    again = AveragedModel(flat_network())
+    again.load_state_dict(average.state_dict())
+
+
 def test_words_that_say_one_thing_agree():
     with pytest.raises(ValueError, match="max_grad_norm must be left out or equal bound_schedule's initial 3.0"):
         private(max_grad_norm=1., bound_schedule=StepDecay(initial=3., decay_rate=.5, drop_every=2, decay_of="value"))

@@ -158,7 +158,7 @@ def seen_by_opacus_(
     "Refuse a call of a layer of which Opacus's hooks see a part."
     def check(name, layer, args, kwargs):
         if len(args)!=1 or kwargs or not isinstance(args[0], Tensor): raise TypeError(f"layer {name!r} must take one tensor, by position, for engine='ghost' or 'hooks'; use engine='book' or a module around the layer")
-        if torch.is_grad_enabled() and not layer.training: raise ValueError(f"layer {name!r} must be in training mode for engine='ghost' or 'hooks', got evaluation mode; use engine='book' or model.train()")
+        if torch.is_grad_enabled() and not layer.training: raise ValueError(f"layer {name!r} must be in training mode for engine='ghost' or 'hooks', got evaluation mode; evaluate under torch.no_grad(), and train after model.train() or with engine='book'")
     for name, layer in tapped_layers(model).items(): layer.register_forward_pre_hook(partial(check, name), with_kwargs=True)
 
 # %% ../../nbs/algorithms/engines.ipynb #661a6c0a

@@ -7,6 +7,7 @@ __all__ = ['OLD_PASS', 'TAPES', 'batch_size_of', 'one_row', 'Tape', 'BookTape', 
            'GhostLoss', 'PrivateModule']
 
 # %% ../../nbs/algorithms/tapes.ipynb #538123a3
+import copy
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
@@ -227,6 +228,10 @@ class PrivateModule(nn.Module):
         except AttributeError:
             if name=="_module": raise
             return getattr(self._module, name)
+
+    def __deepcopy__(self, memo): # For averages of weights, such as torch.optim.swa_utils.AveragedModel
+        "A copy of the user's module, for evaluation: it is not recorded."
+        return copy.deepcopy(self._module, memo)
 
     def state_dict(self, *args, **kwargs): return self._module.state_dict(*args, **kwargs)
     def load_state_dict(self, *args, **kwargs): return self._module.load_state_dict(*args, **kwargs)

@@ -52,6 +52,7 @@ def _labels(path, stems):
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     names = _column(table, lambda _, cells: len(cells) and cells.str.removesuffix(".csv").map(FRAME_NAME.fullmatch).notna().all(), "the frames' names", path)
     marks = _column(table, lambda name, cells: re.search("poro|label|defect|size|diameter|mm", name.lower()) and cells.map(_mark).notna().all(), "porous or not, or the pore's size in mm", path)
+    if (twice := names[names.duplicated()].tolist()): raise ValueError(f"every frame must have one row, got several of {twice[0]}, in {path.parent}")
     labels = dict(zip(names.str.removesuffix(".csv"), marks.map(_mark).astype(int)))
     for stem in sorted(set(labels) ^ set(stems)): raise ValueError(f"every frame must have one row and every row a frame, got {stem} {'without a file' if stem in labels else 'without a row'}, in {path.parent}")
     return [labels[stem] for stem in stems]
@@ -82,8 +83,10 @@ def read_thinwall(
     files = sorted(folder.rglob("*.csv"), key=lambda p: p.stem)
     frames, tables = [p for p in files if FRAME_NAME.fullmatch(p.stem)], [p for p in files if not FRAME_NAME.fullmatch(p.stem)]
     if not frames: raise ValueError(f"Thinwall must hold frames named like t10p06_x0_y30p97_z0p51_layer2.csv, got none in {folder}")
+    names = [p.stem for p in frames]
+    if twice := sorted({name for name in names if names.count(name) > 1}): raise ValueError(f"Thinwall must hold every frame once, got {twice[0]} {names.count(twice[0])} times in {folder}")
     if len(tables) != 1: raise ValueError(f"Thinwall must hold one table of its frames, as CSV, beside them, got {len(tables)} in {folder}")
-    labels = _labels(tables[0], [p.stem for p in frames])
+    labels = _labels(tables[0], names)
     return {"images": torch.from_numpy(np.stack([_frame(p) for p in frames])), "labels": torch.tensor(labels)}
 
 # %% ../../nbs/workbench/melt_pools.ipynb #fe8a4ebd
