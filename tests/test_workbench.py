@@ -434,3 +434,20 @@ def test_a_cell_of_a_table_has_one_noise():
         return RunRecord(spec=spec, epochs=[], final={"test_accuracy": .5}, budget={"claimed": None, "certified": {"pld": {"epsilon": 1/sigma}}, "empirical": None}, provenance={})
     table = summarise([record(0, 2.), record(1, 2.), record(0, 1.)])
     assert table[["noise_multiplier", "certified_pld", "seeds"]].values.tolist() == [[2., .5, 2], [1., 1., 1]]
+
+
+def test_the_sampler_of_24_bits_stays_within_the_target():
+    "Opacus's sampler compares q with draws on a grid of 2^-24, so a record's probability is q rounded up."
+    from dataclasses import replace
+    from dp_companion.budgets.certified import certify
+    from dp_companion.budgets.events import MechanismEvent
+    from dp_companion.workbench.tables import reference_of
+    grid, found = 2**24, {}
+    for r in reference_of("global_adapt_v2"):
+        if r.spec.accounting == "certified" and r.spec.dataset == "mnist" and r.spec.method in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S"): found[r.spec.method, r.spec.target_epsilon] = r
+    assert len(found) == 6
+    for (_, target), r in found.items():
+        events = [MechanismEvent(**e) for e in r.budget["events"]]
+        assert all(math.ceil(e.sample_rate*grid)/grid > e.sample_rate for e in events)
+        spent = certify([replace(e, sample_rate=math.ceil(e.sample_rate*grid)/grid) for e in events], delta=r.spec.delta, accountants=("pld",))["pld"].epsilon
+        assert r.budget["certified"]["pld"]["epsilon"] < spent <= target
