@@ -193,7 +193,10 @@ def _finished(path, runs): # The record of a run, trained where there is none ye
     from dp_companion.workbench.records import read_record, spec_from_dict
     from dp_companion.workbench.training import train
     content = _json_object(path)
-    if "sha256" in content: return read_record(path), path.resolve().parent.parent
+    if "sha256" in content:
+        record, path = read_record(path), path.resolve()
+        if path.parent.name != record.spec.name: raise ValueError(f"a record must be in the folder of its name, {record.spec.name}/record.json, got {path}; it is written again there")
+        return record, path.parent.parent
     spec = spec_from_dict(content)
     with _waiting(f"run {spec.name}"): return train(spec, runs), runs
 

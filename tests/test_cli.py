@@ -132,6 +132,10 @@ def test_audit_writes_what_an_attack_achieves(tmp_path):
     status, out, _ = terminal("audit", said["record"], "--draws", "4000", "--json") # a finished record, attacked afresh
     again = json.loads(Path(said["record"]).read_text())["budget"]["empirical"]
     assert status == 0 and again == json.loads(out)["empirical"] and again["draws"] == 4000
+    (copied := tmp_path/"elsewhere"/"copy.json").parent.mkdir()
+    copied.write_bytes(Path(said["record"]).read_bytes())
+    status, _, err = terminal("audit", str(copied))
+    assert status == 2 and "a record must be in the folder of its name" in err and [p.name for p in tmp_path.iterdir()].count(Path(said["record"]).parent.name) == 0
 
 
 def test_audit_refuses_what_has_no_noise(tmp_path):
