@@ -200,7 +200,7 @@ def check_schedules(**schedules):
     for name, value in schedules.items():
         if value is not None and not isinstance(value, Schedule): raise ValueError(f"{name} must be a Schedule, such as StepDecay(initial=2., decay_rate=.5, drop_every=10), got {name}={value!r}")
 
-def check_bound(rule:ClipRule, bound_schedule:Schedule|None, max_grad_norm:float|None):
+def check_bound(rule:ClipRule, bound_schedule:Schedule|None, max_grad_norm:float|None=None):
     "Refuse a second mover of one bound, or a second word for where it starts."
     if bound_schedule is not None and bound_name(rule)=="max_grad_norm" and max_grad_norm not in (None, bound_schedule.initial):
         raise ValueError(f"max_grad_norm must be left out or equal bound_schedule's initial {bound_schedule.initial}, got max_grad_norm={max_grad_norm}")
