@@ -121,6 +121,7 @@ def check_loop(
     loop, plain = Loop(rule, **options), Loop(Flat(max_grad_norm=rule.max_grad_norm), **options)
     steps = len(loop.run(PLAN.epochs))
     passes = Loop(rule, **options).loader.batch_sampler
+    passes.optimizer.place = None # Without steps a seeded pass would be drawn again
     batches = [batch for _ in range(30) for batch in passes]
     return (all_queries(rule, loop.privacy.accountant.events, PLAN.per_step(NOISE)[:steps]),
             applied_noise(plain.run(PLAN.epochs), plain.privacy.accountant.events, sensitivity=rule.max_grad_norm),

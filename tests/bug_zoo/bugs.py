@@ -157,7 +157,7 @@ ZOO = [
     Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
         (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"), NO_LOOK)),
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
-        (Patch(OPTIMIZER, "begin_pass", "self.drop()", "pass"),)),
+        (Patch(OPTIMIZER, "begin_pass", "self.drop()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"))),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
         (Patch(STEP, "begin", "True, False, []", "True, self.is_begun and self.has_noise, []"),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
