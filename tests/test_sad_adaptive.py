@@ -78,7 +78,7 @@ def test_a_private_threshold_is_counted_and_certified(tmp_path, digits):
 def test_a_bound_of_another_stage_stops_the_run(digits, monkeypatch):
     run = Run(spec_of(SAD), digits)
     monkeypatch.setattr(one_run, "rule_of_step", lambda rule, bounds, step: replace(rule, max_grad_norm=9.))
-    with pytest.raises(RuntimeError, match="applied clipping bound must equal"): epoch(run)
+    with pytest.raises(RuntimeError, match="applied sensitivity must equal"): epoch(run)
 
 
 def test_a_multiplier_of_another_step_stops_the_run(tmp_path, digits, monkeypatch):
