@@ -56,6 +56,7 @@ def check_criterion(criterion, loss_reduction:str, engine:str):
         raise ValueError(f"criterion must not ignore labels with reduction='mean', which divides by how many of the whole batch are left, got ignore_index={criterion.ignore_index}; "
             "use engine='ghost', or reduction='sum' with loss_reduction='sum'")
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #94471999
 def check_processes(module:nn.Module):
     "Refuse processes that would each train a model of their own, on all records, and each count one run."
     if dist.is_available() and dist.is_initialized() and dist.get_world_size()>1 and not isinstance(module, DistributedDataParallel):
@@ -92,6 +93,7 @@ def schedule_of(
         raise ValueError(f"noise_multiplier must be left out or equal noise_schedule's initial {noise_schedule.initial}, got noise_multiplier={noise_multiplier}")
     return noise_schedule
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #a5fb4c82
 def check_samples(data_loader:DataLoader):
     "Refuse a loader that chooses its samples: Poisson batches draw from all of its data set."
     batches = data_loader.batch_sampler

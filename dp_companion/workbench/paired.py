@@ -46,6 +46,7 @@ def listed(
     "Names in a sentence."
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
+# %% ../../nbs/workbench/paired.ipynb #e0e26ff9
 def compared(
     ours:list, # RunRecords of one cell of a table
     theirs:list, # RunRecords of another

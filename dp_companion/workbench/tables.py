@@ -181,6 +181,7 @@ def standing(
         if verdict: found[target] = verdict, other, gap
     return found
 
+# %% ../../nbs/workbench/tables.ipynb #91f31be5
 def differences(
     records:list, # As for `standing`
     pairs:list, # (ours, theirs) each
@@ -194,6 +195,7 @@ def differences(
         rows.append({"accuracy of": f"{short_name(ours)} against {short_name(theirs) if theirs else 'the highest other'}", **cells})
     return pd.DataFrame(rows)
 
+# %% ../../nbs/workbench/tables.ipynb #92a702da
 def in_words(
     found:dict, # From `standing`
     words:dict={}, # Verdict to what is said for it; a verdict that is not in it stands for itself
