@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch.utils._pytree import tree_leaves
 from torch import nn, Tensor
 from opacus.grad_sample import GradSampleModule
-from .per_sample_norms import HELD_BYTES, KERNELS, LatePart, Part, Slot, candidates, kernels_of, opacus_rows, pieces, row_part
+from .per_sample_norms import CACHE_BYTES, HELD_BYTES, KERNELS, LatePart, Part, Slot, candidates, kernels_of, opacus_rows, pieces, row_part
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #acb03971
 def gradient_slots(
@@ -244,6 +244,7 @@ def add_scaled(self:Book,
         batch = next(iter(self.batch_sizes.values()))
         known = summed([self.flat.new_zeros(batch), *(part.squared_norms for _, part in early)])
         free = max(self.freed, 3*self.widest) - sum(x.numel() for _, x, _ in self.read) # What follows the widest layer holds its output, its output's gradient and a gradient of its own at once
+        free = max(free, CACHE_BYTES//self.flat.element_size())
         found = [add_late(late, known[at], at, scale) for at in ([slice(None)] if at_once else pieces([part for _, part in late], batch, free))]
         add_parts(early, *map(torch.cat, zip(*found)))
     finally: self.clear()

@@ -202,7 +202,7 @@ def run_grid(
 )->list: # RunRecords, in the order of `specs`
     "Train what has no record yet, on local processes; return every record."
     records = {}
-    jobs = Parallel(n_jobs=workers, return_as="generator_unordered")(delayed(_one)(spec, Path(runs).resolve()) for spec in specs)
+    jobs = Parallel(n_jobs=workers, return_as="generator_unordered")(delayed(_one)(spec, Path(runs).resolve()) for spec in sorted(specs, key=lambda spec: spec.seed)) # Other seeds find the first one's budget kept
     for record in tqdm(jobs, total=len(specs), desc="runs", unit="run"): records[record.spec] = record
     return [records[spec] for spec in specs]
 
