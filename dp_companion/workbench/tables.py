@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CELL', 'STANDS_FOR', 'STANDS_FOR_OF', 'HEADINGS', 'read_records', 'reference_of', 'metric_of', 'row_of',
-           'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'short_name', 'for_print', 'by_target',
-           'headline', 'standing', 'differences', 'in_words', 'refuted', 'provenance_line', 'made_with']
+           'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'short_name', 'for_print', 'headline',
+           'standing', 'differences', 'in_words', 'refuted', 'provenance_line', 'made_with']
 
 # %% ../../nbs/workbench/tables.ipynb #5d2a3c60
 import json
@@ -141,18 +141,6 @@ def for_print(
         claimed=table["claimed"].map(epsilon_text), empirical=[epsilon_text(e) for e in table["empirical"]])
     shown = [name for name in HEADINGS if name != "setting" or table["setting"].any()]
     return text[shown].rename(columns=HEADINGS)
-
-# %% ../../nbs/workbench/tables.ipynb #11c3f5a0
-def by_target(
-    table:pd.DataFrame, # From `summarise`
-    *,
-    digits:int=1, # After the point
-)->pd.DataFrame: # Text: methods by targets
-    "Means with their spread, a row for each method and a column for each target epsilon."
-    text = table.assign(text=[mean_text(m, s, n, digits) for m, s, n in zip(table["mean"], table["sd"], table["seeds"])],
-                        target=["no privacy" if t != t else f"ε = {t:g}" for t in table["target_epsilon"]])
-    wide = text.pivot(index="method", columns="target", values="text")
-    return wide.reindex(index=text["method"].unique(), columns=text["target"].unique()).fillna("—")
 
 # %% ../../nbs/workbench/tables.ipynb #6b098461
 def headline(
