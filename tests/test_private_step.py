@@ -556,6 +556,13 @@ def test_late_gradients_are_the_same_step(kernel, small_pieces):
     assert difference(a.nonprivate_norms[good], b.nonprivate_norms[good]) < 1e-9 and torch.equal(a.nonprivate_scales[~good], torch.zeros(1, dtype=torch.float64))
 
 
+def test_gradients_that_a_cache_holds_are_formed_at_once():
+    step = step_for(network(digits_cnn), clip_rule=Watched(max_grad_norm=.5), kernels={"0": "matrices", "3": "matrices"})
+    SEEN.clear()
+    step(LOSS, *batch(digits_cnn, 11))
+    assert SEEN == [11]
+
+
 def test_a_rule_with_groups_sees_each_sample_with_its_own(small_pieces):
     "Late gradients come a few at a time; DP-F, which counts first, has them all at once, and once it has counted, a few at a time."
     x, y = batch(digits_cnn, 11, dtype=torch.float64)
