@@ -10,6 +10,8 @@ BIN     := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Where this is set nothing keeps compiled modules, and every notebook's kernel compiles PyTorch again: ten seconds instead of four
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install reproduce reproduce-all test test-slow test-all bench readme pages clean
 
