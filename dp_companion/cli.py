@@ -71,10 +71,10 @@ def reproduce(
     from dp_companion.workbench.records import read_record
     from dp_companion.workbench.site import build_site
     from dp_companion.workbench.tables import headline
-    source, runs, out = source.resolve(), runs.resolve(), out.resolve()
+    source, out = source.resolve(), out.resolve() # runs stays as it was given: outputs that are kept belong to a page's parameters
     executed = runs/"notebooks"/profile.value
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers, everything=everything)
-    page = build_site(executed, out)/"index.html"
+    page = build_site(executed.resolve(), out)/"index.html"
     made = json.loads((executed/"experiments/global_adapt_v2/utility.ipynb").read_text(encoding="utf-8"))
     records = [read_record(runs/name/"record.json") for name in listed_records(made)]
     typer.echo(f"\nPaper global_adapt_v2, Table 13 at ε = 1, {records[0].spec.dataset}:\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dp_companion.cli import main
+from dp_companion.workbench import notebooks
 
 SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
 
@@ -165,3 +166,17 @@ def test_audit_of_a_sanitized_run(tmp_path):
     assert status == 0, err
     said = json.loads(out)
     assert said["certified"] == {} and said["claimed"]["epsilon"] < .5 and said["empirical"]["epsilon"] > 3
+
+
+def test_reproduce_passes_to_a_page_what_its_kept_outputs_were_made_with(root, monkeypatch):
+    "Else it would train, for minutes, what the page shows already."
+    given = {}
+    def noted(source, target, **options):
+        given.update(options, source=source)
+        raise ValueError("enough")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(notebooks, "execute_all", noted)
+    assert terminal("reproduce")[0] == 2
+    kept = [p for p in notebooks.source_notebooks(given["source"]) if notebooks.is_experiment(p) and notebooks.is_kept(p)]
+    assert kept
+    for p in kept: assert notebooks.page_parameters(p) == {"profile": given["profile"], "runs": str(given["runs"])}
