@@ -71,7 +71,7 @@ def reproduce(
     from dp_companion.workbench.records import read_record
     from dp_companion.workbench.site import build_site
     from dp_companion.workbench.tables import headline
-    source, out = source.resolve(), out.resolve() # runs stays as it was given: outputs that are kept belong to a page's parameters
+    source, out = source.resolve(), out.resolve()
     executed = runs/"notebooks"/profile.value
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers, everything=everything)
     page = build_site(executed.resolve(), out)/"index.html"

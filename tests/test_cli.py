@@ -10,6 +10,7 @@ import pytest
 
 from dp_companion.cli import main
 from dp_companion.workbench import notebooks
+from dp_companion.workbench.page_keys import execution_key, is_experiment, is_kept, page_parameters
 
 SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
 
@@ -168,7 +169,7 @@ def test_audit_of_a_sanitized_run(tmp_path):
     assert said["certified"] == {} and said["claimed"]["epsilon"] < .5 and said["empirical"]["epsilon"] > 3
 
 
-def test_reproduce_passes_to_a_page_what_its_kept_outputs_were_made_with(root, monkeypatch):
+def test_reproduce_finds_kept_outputs_wherever_the_runs_lie(root, monkeypatch, tmp_path):
     "Else it would train, for minutes, what the page shows already."
     given = {}
     def noted(source, target, **options):
@@ -176,7 +177,7 @@ def test_reproduce_passes_to_a_page_what_its_kept_outputs_were_made_with(root, m
         raise ValueError("enough")
     monkeypatch.chdir(root)
     monkeypatch.setattr(notebooks, "execute_all", noted)
-    assert terminal("reproduce")[0] == 2
-    kept = [p for p in notebooks.source_notebooks(given["source"]) if notebooks.is_experiment(p) and notebooks.is_kept(p)]
-    assert kept
-    for p in kept: assert notebooks.page_parameters(p) == {"profile": given["profile"], "runs": str(given["runs"])}
+    assert terminal("reproduce", "--runs", str(tmp_path))[0] == 2
+    kept = [p for p in notebooks.source_notebooks(given["source"]) if is_experiment(p) and is_kept(p)]
+    assert kept and given["runs"] == tmp_path
+    for p in kept: assert execution_key(p, {name: str(given[name]) for name in ("profile", "runs")}) == execution_key(p, page_parameters(p)), p

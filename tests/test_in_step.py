@@ -53,7 +53,7 @@ def test_one_notebook_per_module_and_none_skipped(root):
 
 
 def test_experiments_declare_their_parameters(root):
-    from dp_companion.workbench.notebooks import declared_parameters
+    from dp_companion.workbench.parameters import declared_parameters
     experiments = sorted((root/"nbs"/"experiments").rglob("*.ipynb"))
     assert experiments
     for path in experiments:
@@ -70,7 +70,8 @@ def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
 
 
 def test_committed_outputs_belong_to_the_code(root):
-    from dp_companion.workbench.notebooks import committed_keys, execution_key, is_kept, page_parameters, source_notebooks
+    from dp_companion.workbench.notebooks import committed_keys, source_notebooks
+    from dp_companion.workbench.page_keys import execution_key, is_kept, page_parameters
     current = {str(p.relative_to(root/"nbs")): execution_key(p, page_parameters(p)) for p in source_notebooks(root/"nbs") if is_kept(p)}
     committed = committed_keys(root/"nbs")
     assert sorted(name for name in {*current, *committed} if current.get(name) != committed.get(name)) == [], "run `make pages` and commit nbs/ and results/"

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from dp_companion.workbench.grid import run_grid
-from dp_companion.workbench.notebooks import KEPT, committed_keys, execute_all, refresh_pages
+from dp_companion.workbench.notebooks import committed_keys, execute_all, refresh_pages
+from dp_companion.workbench.page_keys import KEPT
 
 KERNEL = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
 PAGE = ["x = 1 + 1\nx"]
@@ -18,7 +19,7 @@ SPECS = """from dp_companion.workbench.grid import run_grid
 from dp_companion.workbench.records import RunSpec
 specs = [RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
                  target_epsilon=1., epochs=3, expected_batch_size=128, seed=seed) for seed in range(3)]"""
-EXPERIMENT = ["profile = 'digits'\nruns = 'runs'", "from dp_companion.workbench.notebooks import saw\nsaw(profile=profile, runs=runs)",
+EXPERIMENT = ["profile = 'digits'\nruns = 'runs'", "from dp_companion.workbench.parameters import saw\nsaw(profile=profile, runs=runs)",
               f"{SPECS}\nfrom dp_companion.workbench.tables import provenance_line\nprovenance_line(run_grid(specs, runs, workers=1), profile)"]
 
 

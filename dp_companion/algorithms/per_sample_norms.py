@@ -223,7 +223,9 @@ def weight_matrices(layer, slots, a, b)->Tensor: # (batch, n)
     matrices = b.new_empty(n*g, channels, slots["weight"].flat.numel()//b.shape[1])
     chunk = max(1, CACHE_BYTES//(b.element_size()*patch_elements(layer, slots, b)))
     for x, y, out in zip(a.split(chunk), b.split(chunk), matrices.split(chunk*g)):
-        torch.bmm(outputs(layer, y).transpose(1, 2), conv_patches(layer, slots, x, y), out=out)
+        patches, y = conv_patches(layer, slots, x, y), outputs(layer, y)
+        if patches.shape[2]<y.shape[2]: out.copy_(torch.bmm(patches.transpose(1, 2), y).transpose(1, 2)) # A product is fastest with its longer side last
+        else: torch.bmm(y.transpose(1, 2), patches, out=out)
     return matrices.view(n, -1)
 
 def conv_matrices(layer, slots, a, b):
