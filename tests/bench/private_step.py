@@ -154,6 +154,7 @@ def main():
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--only", default="", help="variants, separated by ;")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=1, help="measure every row so often, and keep the round with the fastest ordinary step: the one least disturbed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--default-memory", action="store_true")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
@@ -175,13 +176,13 @@ def main():
           f"{'default memory settings' if args.default_memory else 'freed memory kept'}, medians of {args.steps}")
     rows = []
     for name in names:
-        found = row(name, args.steps, [w for w in args.only.split(";") if w])
+        found = min((row(name, args.steps, [w for w in args.only.split(";") if w]) for _ in range(args.rounds)), key=lambda r: r["ordinary_ms"])
         rows.append(found)
         print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, {found['ratios']}; of the least times {found['lowest']}", flush=True)
         if args.kernels: print(found["kernels"], flush=True)
     if args.json:
         content = dict(processor=processor(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__, opacus=version("opacus"), threads=args.threads,
-                       freed_memory_kept=not args.default_memory, medians_of=args.steps, rows=rows, memory={name: memory(name) for name in ("mnist-64", "mnist-256")})
+                       freed_memory_kept=not args.default_memory, medians_of=args.steps, rounds=args.rounds, rows=rows, memory={name: memory(name) for name in ("mnist-64", "mnist-256")})
         write_whole(args.json, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 
