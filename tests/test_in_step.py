@@ -63,6 +63,16 @@ def test_experiments_declare_their_parameters(root):
         assert "".join(last["source"]).splitlines()[-1].startswith("provenance_line("), f"{path} must end with the list of its records"
 
 
+def test_no_experiment_reaches_what_executes_it(root):
+    "Else a change of the executor or of the site would train every experiment anew."
+    from dp_companion.workbench.page_keys import package_folder, reached_files
+    for path in sorted((root/"nbs"/"experiments").rglob("*.ipynb")):
+        code = "\n".join("".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
+        reached = {p.name for p in reached_files(code, package_folder())}
+        assert "training.py" in reached, path
+        assert not reached & {"notebooks.py", "page_keys.py", "pages.py", "site.py", "cli.py"}, path
+
+
 def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
     for name, text in notebooks(root/"nbs").items():
         assert '"output_type": "error"' not in text, name
