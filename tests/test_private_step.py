@@ -603,7 +603,7 @@ def test_what_changes_a_layer_behind_its_class_is_refused(change, word):
     step_for(model)(LOSS, *batch(digits_cnn, 4)) # and is nobody's business where nothing is trained
 
 
-@pytest.mark.parametrize("layer, word", [(nn.LSTM(3, 2), "use opacus.layers.DPLSTM"), (nn.EmbeddingBag(5, 2), "use Embedding and a mean")])
+@pytest.mark.parametrize("layer, word", [(nn.LSTM(3, 2), "use DPLSTM of opacus.layers.dp_rnn"), (nn.GRUCell(3, 2), "use DPGRUCell of opacus.layers.dp_rnn"), (nn.EmbeddingBag(5, 2), "use Embedding and a mean")])
 def test_layers_without_a_gradient_of_each_sample_are_refused(layer, word):
     with pytest.raises(ValueError, match=word): step_for(layer)
     step_for(nn.Sequential(copy.deepcopy(layer).requires_grad_(False), nn.Linear(2, 2))) # A frozen one needs none

@@ -6,6 +6,8 @@ import os
 import pickle
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.nn.functional import cross_entropy
 from torchvision.datasets import CIFAR10
+from torchvision.datasets import utils as tvutils
 
 from dp_companion.algorithms.clipping import clip_rule
 from dp_companion.algorithms.private_step import PrivateStep
@@ -133,7 +136,8 @@ def test_two_folders_with_one_listing_do_not_share_a_cache(tmp_path, pixels):
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, pixels, monkeypatch):
     (tmp_path/"file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"file"))
-    assert len(load_image_folder(write_images(tmp_path/"pets", pixels), name="pets", source="").train_labels) == 2
+    write_images(tmp_path/"cifar10", pixels)
+    assert len(load_dataset("cifar10", tmp_path).train_labels) == 2
 
 
 def test_a_killed_writer_leaves_no_half_cache(tmp_path, pixels, monkeypatch):
@@ -188,6 +192,15 @@ def test_damaged_batches_are_not_unpickled(tmp_path, monkeypatch, pixels, damage
     monkeypatch.setattr(pickle, "load", lambda *a, **k: pytest.fail("a damaged pickle was opened"))
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error: load_cifar(tmp_path, classes=10)
     assert "\n" not in str(error.value)
+
+
+def test_two_that_want_one_archive_take_turns(tmp_path, monkeypatch, pixels):
+    small_cifar(tmp_path, monkeypatch, pixels)
+    unpack, unpacked = tvutils.extract_archive, []
+    def slowly(*args): unpacked.append(args); time.sleep(.2); unpack(*args)
+    monkeypatch.setattr(tvutils, "extract_archive", slowly)
+    with ThreadPoolExecutor(2) as pool: found = list(pool.map(lambda _: load_dataset("cifar10", tmp_path), range(2)))
+    assert torch.equal(found[0].train_images, found[1].train_images) and len(unpacked) == 1
 
 
 def test_an_archive_with_another_sum_is_not_unpacked(tmp_path):

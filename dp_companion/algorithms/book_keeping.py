@@ -26,6 +26,7 @@ def gradient_slots(
     "One flat gradient buffer for all trainable parameters, and each parameter's place in it."
     parameters = [p for p in model.parameters() if p.requires_grad]
     kinds = {(p.dtype, p.device) for p in parameters}
+    if not kinds: raise ValueError("the model must have trainable parameters, got none; call requires_grad_ on those that shall learn")
     if len(kinds)!=1: raise ValueError(f"trainable parameters must share one dtype and device, got {sorted(map(str, kinds))}")
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
     places = flat.split([p.numel() for p in parameters])

@@ -35,7 +35,7 @@ def check_layer(name:str, layer:nn.Module):
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
         raise ValueError(f"an embedding must have neither max_norm, scale_grad_by_freq nor sparse, got one of them at {name!r}")
     if not any(p.requires_grad for p in layer.parameters()): return
-    if isinstance(layer, nn.RNNBase): raise ValueError(f"recurrent layers must be Opacus's own, whose steps are layers, got {kind} at {name!r}; use opacus.layers.DP{kind}")
+    if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)): raise ValueError(f"recurrent layers must be Opacus's own, whose steps are layers, got {kind} at {name!r}; use DP{kind} of opacus.layers.dp_rnn")
     if isinstance(layer, nn.EmbeddingBag): raise ValueError(f"the model must not use EmbeddingBag, which has no per-sample gradient, got one at {name!r}; use Embedding and a mean over its words")
 
 def check_unchanged(name:str, layer:nn.Module):

@@ -7,20 +7,22 @@ __all__ = ['MNIST_MEAN', 'MNIST_STD', 'DIGITS_MEAN', 'DIGITS_STD', 'RGB_MEAN', '
            'ARCHIVE_SHA256', 'PICKLED_NAMES', 'DATASETS', 'Dataset', 'load_digits', 'data_root', 'check_mnist',
            'load_mnist', 'thinned', 'load_unbalanced_mnist', 'load_unbalanced_digits', 'load_minority_digits',
            'load_image_folder', 'check_pickle', 'load_cifar', 'load_ham10000', 'split', 'load_thinwall',
-           'load_synthetic_melt_pool', 'load_dataset', 'where']
+           'load_synthetic_melt_pool', 'where', 'load_dataset']
 
 # %% ../../nbs/workbench/datasets.ipynb #e0c6a883
 import hashlib
 import os
 import pickletools
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 import numpy as np
 import torch
+from filelock import FileLock
 from .ham10000 import ham10000_reader, split_ham10000
-from .image_folders import decoded, read_image_folder
+from .image_folders import cache_root, decoded, read_image_folder
 from .melt_pools import CROP, MELTING, PORES, SYNTHETIC, read_thinwall, synthetic_frames
 
 # %% ../../nbs/workbench/datasets.ipynb #ff25dee5
@@ -269,15 +271,6 @@ DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, 
             "ham10000_lesions": partial(load_ham10000, name="ham10000_lesions", side=32, most=1),
             "synthetic_melt_pool": load_synthetic_melt_pool, "synthetic_melt_pool_small": partial(load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small")} # Name in a run's description to its loader
 
-# %% ../../nbs/workbench/datasets.ipynb #acd8c7eb
-def load_dataset(
-    name:str, # A key of `DATASETS`
-    root:Path|None=None, # Folder of data sets; `data_root()` where None
-)->Dataset: # The data set in memory
-    "The named data set."
-    if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
-    return DATASETS[name](root)
-
 # %% ../../nbs/workbench/datasets.ipynb #59700c42
 PLACES = {"mnist": ("MNIST/raw/train-images-idx3-ubyte",), "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
           "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"), "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"), "thinwall": ("Thinwall",),
@@ -300,3 +293,20 @@ def where(
         path = data_root()/place
         if path.exists(): return f"at hand in {path.parent if path.name.endswith('ubyte') else path}"
     return f"not at hand: {TO_GET[name].format(root=data_root())}"
+
+# %% ../../nbs/workbench/datasets.ipynb #4a7f4edc
+def _turn():
+    "A lock that one process has at a time; none where there is no place to keep it."
+    path = cache_root()/"reading.lock"
+    try: path.parent.mkdir(parents=True, exist_ok=True); path.touch()
+    except OSError: return nullcontext()
+    return FileLock(path)
+
+# %% ../../nbs/workbench/datasets.ipynb #acd8c7eb
+def load_dataset(
+    name:str, # A key of `DATASETS`
+    root:Path|None=None, # Folder of data sets; `data_root()` where None
+)->Dataset: # The data set in memory
+    "The named data set."
+    if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
+    with _turn() if name in PLACES else nullcontext(): return DATASETS[name](root)

@@ -14,7 +14,6 @@ import torch
 from joblib import Parallel, delayed
 from tqdm import tqdm
 from ..budgets.schedules import PoissonPlan
-from ..figures import series
 from ..published import load
 from .datasets import load_dataset
 from .optimizers import PRINTED_AS
@@ -104,6 +103,7 @@ def method_style(
     method:str, # A key of `METHODS`
 )->dict: # Keyword arguments for `Axes.plot`
     "Colour, line style and marker of a method, the same in every figure of paper `global_adapt_v2`."
+    from dp_companion.figures import series # A process that trains draws nothing: two seconds less to start it
     return series(list(METHODS).index(method))
 
 # %% ../../nbs/workbench/grid.ipynb #71c5f27e
