@@ -24,7 +24,7 @@ from dp_companion.budgets.schedules import Constant, LinearDecay, PoissonPlan, S
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# The loop of Opacus's MNIST tutorial (examples/mnist.py): its network, its train function, its make_private. Only the data are smaller.
+# The loop of Opacus's MNIST tutorial (examples/mnist.py): its network, its calls in its order, and its several runs over one name of the loader. The data are smaller, and there is no command line.
 TUTORIAL = '''
 import numpy as np
 import torch
@@ -66,29 +66,42 @@ def train(model, device, train_loader, optimizer, privacy_engine, epoch):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    epsilon = privacy_engine.get_epsilon(delta=1e-5)
+    epsilon = privacy_engine.accountant.get_epsilon(delta=1e-5)
     return np.mean(losses), epsilon
 
 
-def main(dataset, epochs=2):
+def test(model, device, test_loader):
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for data, target in test_loader:
+            output = model(data.to(device))
+            right += output.argmax(dim=1).eq(target.to(device)).sum().item()
+    return right / len(test_loader.dataset)
+
+
+def main(dataset, epochs=2, runs=2):
     torch.manual_seed(0)
-    model = SampleConvNet()
-    train_loader = DataLoader(dataset, batch_size=16)
-    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0)
-    privacy_engine = PrivacyEngine()
-    model, optimizer, train_loader = privacy_engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=train_loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    found = [train(model, "cpu", train_loader, optimizer, privacy_engine, epoch) for epoch in range(epochs)]
+    train_loader = DataLoader(dataset, batch_size=16, num_workers=0, pin_memory=True)
+    test_loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=0, pin_memory=True)
+    for _ in range(runs):
+        model = SampleConvNet().to("cpu")
+        optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0)
+        privacy_engine = PrivacyEngine(secure_mode=False)
+        model, optimizer, train_loader = privacy_engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=train_loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        found = [train(model, "cpu", train_loader, optimizer, privacy_engine, epoch) for epoch in range(epochs)]
+        test(model, "cpu", test_loader)
     return privacy_engine.get_epsilon(1e-5), found, model, optimizer
 '''
 
 CHANGED = TUTORIAL.replace("from opacus import PrivacyEngine", "from dp_companion import PrivacyEngine") \
-    .replace("        max_grad_norm=1.0,\n", "        max_grad_norm=1.0, clip_rule=\"auto_s\",\n") \
+    .replace("max_grad_norm=1.0,\n", "max_grad_norm=1.0, clip_rule=\"auto_s\",\n") \
     .replace("return privacy_engine.get_epsilon(1e-5), found", "return privacy_engine.budget(1e-5), found")
 
 
@@ -425,6 +438,19 @@ def test_a_batch_that_a_loop_leaves_out_is_noticed(pieces):
         with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small: train_on(small)
 
 
+@pytest.mark.parametrize("pieces", [3, 5])
+def test_batches_in_pieces_end_at_the_same_weights(pieces):
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+    ends = []
+    for size in (None, pieces):
+        _, model, optimizer, loader = private()
+        if size is None: train(model, optimizer, loader)
+        else:
+            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=size, optimizer=optimizer) as small: train(model, optimizer, small)
+        ends.append(weights(model))
+    assert (ends[0]-ends[1]).norm() <= 1e-12*ends[0].norm()
+
+
 @ENGINES
 def test_only_the_last_forward_pass_counts(engine):
     "With dropout, a second pass would leave the norms of another network."
@@ -515,6 +541,29 @@ def test_a_resumed_run_draws_the_batch_that_comes_next(tmp_path, workers):
         assert len(found) == len(expected) and all(torch.equal(a, b) for pair in zip(found, expected) for a, b in zip(*pair))
 
 
+class Noisy(torch.utils.data.Dataset):
+    "A data set that augments its images where they are read."
+    def __len__(self): return 40
+    def __getitem__(self, i): return torch.randn(1, 8, 8, dtype=torch.float64), i % 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_after_a_resumption_has_the_same_augmented_images(tmp_path, workers):
+    def made():
+        torch.manual_seed(5)
+        model = network()
+        return PrivacyEngine(secure_mode=False), model, torch.optim.SGD(model.parameters(), lr=.1), DataLoader(Noisy(), batch_size=8, num_workers=workers)
+    def private_of(privacy, model, optimizer, loader): return privacy, *privacy.make_private(module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1., max_grad_norm=.5)
+    privacy, model, optimizer, loader = private_of(*made())
+    train(model, optimizer, loader)
+    privacy.save_checkpoint(path=tmp_path/"c.pt", module=model, optimizer=optimizer)
+    train(model, optimizer, loader)
+    other, resumed, optimizer, loader = private_of(*made())
+    other.load_checkpoint(path=tmp_path/"c.pt", module=resumed, optimizer=optimizer)
+    train(resumed, optimizer, loader)
+    assert torch.equal(weights(model), weights(resumed))
+
+
 @pytest.mark.parametrize("choice", ["batches", "part", "few", "again"])
 def test_a_loader_that_chooses_its_samples_is_refused(choice):
     from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
@@ -524,6 +573,16 @@ def test_a_loader_that_chooses_its_samples_is_refused(choice):
     own = flat_network()
     with pytest.raises(ValueError, match="data_loader must not choose its samples"):
         PrivacyEngine().make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), data_loader=DataLoader(made, **chosen), noise_multiplier=1., expected_batch_size=5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loader_that_is_shared_gives_one_share_of_a_batch(processes):
+    from torch.utils.data import DistributedSampler
+    made = flat_data()
+    shared = DataLoader(made, batch_size=4, sampler=DistributedSampler(made, num_replicas=processes, rank=0))
+    own = flat_network()
+    _, optimizer, _ = PrivacyEngine().make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), data_loader=shared, noise_multiplier=1.)
+    assert optimizer.expected_batch_size == 4*processes and optimizer.plan.sample_rate == 4*processes/len(made)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_written(tmp_path):

@@ -396,6 +396,17 @@ def short_run(runs, monkeypatch, device, name="flat", **values):
                                      target_epsilon=1., epochs=2, expected_batch_size=128, seed=0) | values), runs)
 
 
+def test_the_trainers_batches_are_independent_draws():
+    "Marginals and all pairs of records, at the exact rate; every draw is of another step."
+    from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+    n, q, draws = 50, .2, 20_000
+    member = np.zeros((draws, n))
+    for row, batch in zip(member, UniformWithReplacementSampler(num_samples=n, sample_rate=q, generator=torch.Generator().manual_seed(0), steps=draws)): row[batch] = 1
+    pairs = (member.T@member)[np.triu_indices(n, 1)]/draws
+    following = (member[1:].T@member[:-1])/(draws - 1)
+    for found, rate, most in ((member.mean(0), q, 4), (pairs, q*q, 5), (following, q*q, 5)): assert np.abs(found - rate).max() < most*np.sqrt(rate*(1 - rate)/draws)
+
+
 @pytest.mark.parametrize("device", ["gpu7", "meta", "cuda:99"])
 def test_a_device_that_is_not_there_is_one_sentence(tmp_path, monkeypatch, device):
     with pytest.raises(ValueError, match=f"DP_COMPANION_DEVICE must be a device that torch can use here, got {device!r}; unset it"): short_run(tmp_path, monkeypatch, device)

@@ -95,7 +95,6 @@ AS_FAST = 1.05 # Of two ways this close, the one that needs less memory
 def fastest(layer, slots, a, b, repeats:int=4)->str: # A name in `kernels_of(layer)`
     "The candidate that took the least time on this batch."
     names = candidates(layer, slots, a, b)
-    if len(names)==1: return names[0]
     flats = {k: torch.zeros_like(s.flat) for k, s in slots.items()}
     scratch = {k: Slot(flats[k], flats[k].as_strided(s.shaped.shape, s.shaped.stride())) for k, s in slots.items()}
     times = {name: min(seconds(kernels_of(layer)[name], layer, scratch, a, b) for _ in range(repeats)) for name in names}
@@ -122,7 +121,8 @@ class Book:
 @patch
 def clear(self:Book):
     "Forget the pages of the last batch."
-    self.pages, self.shared, self.uses, self.batch_sizes, self.freed, self.widest, self.read = [], {}, Counter(), {}, 0, 0, []
+    self.pages, self.shared, self.uses, self.batch_sizes, self.freed, self.widest, self.read = {}, {}, Counter(), [], 0, 0, []
+    self.untimed = {}
 
 @patch
 def check_pin(self:Book, name:str):
@@ -197,7 +197,8 @@ def tap(self:Book, name, layer, args, kwargs, output):
     if not torch.is_grad_enabled(): return output
     if not args or not isinstance(output, Tensor) or any(x is not None for x in (*args[1:], *kwargs.values())):
         raise TypeError(f"layer {name!r} must take its input as its only argument, by position, and return one tensor")
-    held, self.batch_sizes[name] = [args[0].detach()], len(args[0])
+    held = [args[0].detach()]
+    self.batch_sizes.append((name, len(args[0]))) # Of every call
     self.uses.update(self.layer_slots[name].values())
     version = args[0]._version
     if not output.requires_grad: output = Anchor.apply(output, self.anchor)
@@ -212,11 +213,33 @@ def write(self:Book, name, a, version, b):
     layer, slots = self.layers[name], self.layer_slots[name]
     self.freed, self.widest = self.freed + a.numel() + b.numel(), max(self.widest, b.numel())
     if any(self.uses[slot]>1 for slot in slots.values()): return self.write_shared(layer, slots, a, b)
-    if name not in self.kernels: self.kernels[name] = fastest(layer, slots, a, b)
-    for part in kernels_of(layer)[self.kernels[name]](layer, slots, a, b):
-        if part.parameter not in slots: continue
-        self.pages.append((slots[part.parameter], part))
-        self.read += [(name, x, x._version) for x in part.rows]
+    if name not in self.kernels:
+        names = candidates(layer, slots, a, b)
+        if len(names)>1: return self.hold(name, a, b)
+        self.kernels[name] = names[0]
+    self.pages[name] = self.page(name, a, b)
+
+@patch
+def page(self:Book, name, a, b)->list: # (Slot, Part) each
+    "One layer's norms, and what its sums need."
+    layer, slots = self.layers[name], self.layer_slots[name]
+    parts = [part for part in kernels_of(layer)[self.kernels[name]](layer, slots, a, b) if part.parameter in slots]
+    self.read += [(name, x, x._version) for part in parts for x in part.rows]
+    return [(slots[part.parameter], part) for part in parts]
+
+@patch
+def hold(self:Book, name, a, b):
+    "Keep the place of a layer whose kernels are still to be timed."
+    self.pages[name], self.untimed[name] = [], (a, b)
+    self.read += [(name, x, x._version) for x in (a, b)]
+
+@patch
+def time_held(self:Book):
+    "Choose the kernels of the layers that were held, and write their pages."
+    self.read = [(name, *rest) for name, *rest in self.read if name not in self.untimed]
+    for name, (a, b) in self.untimed.items():
+        self.kernels[name] = fastest(self.layers[name], self.layer_slots[name], a, b)
+        self.pages[name] = self.page(name, a, b)
 
 @patch
 def write_shared(self:Book, layer, slots, a, b):
@@ -229,9 +252,8 @@ def write_shared(self:Book, layer, slots, a, b):
 @patch
 def check_batch(self:Book, batch_size:int):
     "Refuse layers whose input does not have the batch in front."
-    wrong = {name: n for name, n in self.batch_sizes.items() if n!=batch_size}
-    for name, n in wrong.items():
-        raise ValueError(f"the first dimension of the input of layer {name!r} must be the batch of {batch_size}, got {n}")
+    for name, n in self.batch_sizes:
+        if n!=batch_size: raise ValueError(f"the first dimension of the input of layer {name!r} must be the batch of {batch_size}, got {n}")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #1f0fcbe7
 @patch
@@ -242,7 +264,8 @@ def add_scaled(self:Book,
     "Add the weighted sum of all samples' gradients to the flat buffer, and clear the book; call it after the backward pass."
     try:
         late, early = self.closed()
-        batch = next(iter(self.batch_sizes.values()))
+        batch = self.batch_sizes[0][1]
+        self.check_batch(batch)
         known = summed([self.flat.new_zeros(batch), *(part.squared_norms for _, part in early)])
         free = max(self.freed, 3*self.widest) - sum(x.numel() for _, x, _ in self.read) # What follows the widest layer holds its output, its output's gradient and a gradient of its own at once
         free = max(free, CACHE_BYTES//self.flat.element_size())
@@ -253,11 +276,13 @@ def add_scaled(self:Book,
 @patch
 def closed(self:Book)->tuple: # Late pages, and all others
     "The pages of a backward pass that is over, if they are still what was written."
-    self.pages += [(slot, row_part("shared", rows)) for slot, rows in self.shared.items()]
-    if not self.pages: raise ValueError("the loss must depend on at least one trainable layer, got none")
+    self.pages[None] = [(slot, row_part("shared", rows)) for slot, rows in self.shared.items()]
+    if not any(self.pages.values()) and not self.untimed: raise ValueError("the loss must depend on at least one trainable layer, got none")
     for name, x, version in self.read:
         if x._version!=version: raise ValueError(f"the input of layer {name!r} and its output's gradient must not be changed in place before the step is over")
-    return tuple([page for page in self.pages if isinstance(page[1], LatePart)==is_late] for is_late in (True, False))
+    self.time_held()
+    pages = [page for of_layer in self.pages.values() for page in of_layer]
+    return tuple([page for page in pages if isinstance(page[1], LatePart)==is_late] for is_late in (True, False))
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #200cd7af
 def summed(

@@ -115,10 +115,10 @@ class GaussianNoise:
 @patch
 def fill_(self:GaussianNoise,
     out:Tensor, # 1-D, contiguous, any floating type; overwritten
-    std:float, # Standard deviation, >= 0
+    std:float, # Standard deviation: 0, or between 1e-17 and 1e17
 )->Tensor: # `out`
     "Overwrite `out` with independent N(0, std^2)."
-    if not (std>=0 and math.isfinite(std)): raise ValueError(f"std must be finite and >= 0, got std={std}")
+    if not (std==0 or 1e-17<=std<=1e17): raise ValueError(f"std must be 0, or between 1e-17 and 1e17 for its square to be a number, got std={std}; scale the loss")
     if std==0 or out.numel()==0: return out.zero_()
     if out.dtype not in (torch.float32, torch.float64): return out.copy_(self.fill_(torch.empty_like(out, dtype=torch.float32), std))
     if out.numel()%2: return out.copy_(self.fill_(out.new_empty(out.numel()+1), std)[:-1])

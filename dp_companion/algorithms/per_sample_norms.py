@@ -273,7 +273,11 @@ def grouped_norm(layer, a, b, groups:int):
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f460f0a6
 def group_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_groups)
-def instance_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_features) # Every channel is a group
+def instance_norm(layer, slots, a, b):
+    "Every channel is a group; in evaluation mode statistics that were kept take the place of the sample's."
+    if layer.training or not layer.track_running_stats: return grouped_norm(layer, a, b, layer.num_features)
+    normal = F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
+    return row_part("weight", (b*normal).flatten(2).sum(2)), row_part("bias", b.flatten(2).sum(2))
 
 def layer_norm(layer, slots, a, b):
     "Layer normalisation over the last dimensions."
@@ -301,6 +305,7 @@ def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
 
 def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives."
+    if getattr(layer, "padding_idx", None) is not None: b = b*(a!=layer.padding_idx).unsqueeze(-1) # Which Opacus does not see
     is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" # Opacus takes every padding for zeros
     sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient) if is_seen else ft_compute_per_sample_gradient
     vars(layer).pop("ft_compute_sample_grad", None) # Opacus keeps a copy of the layer as it was

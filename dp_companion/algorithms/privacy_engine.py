@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'check_parameters', 'rule_of', 'schedule_of',
-           'check_samples', 'plan_of', 'calibrated', 'PrivacyEngine', 'Recipe', 'check_schedules', 'check_bound',
-           'unwrapped', 'read_checkpoint', 'check_readable']
+           'check_samples', 'batch_of', 'plan_of', 'calibrated', 'PrivacyEngine', 'Recipe', 'check_schedules',
+           'check_bound', 'unwrapped', 'read_checkpoint', 'check_readable']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
@@ -105,11 +105,16 @@ def check_samples(data_loader:DataLoader):
         chooser = type(sampler if batches is None or type(batches) is BatchSampler else batches).__name__
         raise ValueError(f"data_loader must not choose its samples, which Poisson batches draw from the whole data set, got {chooser}; use torch.utils.data.Subset")
 
+def batch_of(data_loader:DataLoader)->int|None: # None where the loader has no batch_size
+    "The batch of all processes together, of which a DistributedSampler's loader has one process's share; a loader that an engine has returned keeps its own."
+    if isinstance(data_loader.batch_sampler, PoissonBatches): return data_loader.batch_sampler.optimizer.expected_batch_size
+    return data_loader.batch_size and data_loader.batch_size*getattr(data_loader.sampler, "num_replicas", 1)
+
 def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)->PoissonPlan:
     "The sampling plan of a data loader."
     if isinstance(data_loader.dataset, IterableDataset): raise ValueError("data_loader must have a data set with a length, got an IterableDataset")
     check_samples(data_loader)
-    b = data_loader.batch_size if expected_batch_size is None else expected_batch_size
+    b = batch_of(data_loader) if expected_batch_size is None else expected_batch_size
     if b is None: raise ValueError("expected_batch_size must be given where the data loader has no batch_size, got expected_batch_size=None")
     return PoissonPlan(dataset_size=len(data_loader.dataset), expected_batch_size=b, epochs=epochs)
 
@@ -219,7 +224,7 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     noise_schedule:Schedule|None=None, # By epoch or by step; None: constant
     bound_schedule:Schedule|None=None, # Of strict_max_grad_norm where the rule has one, else of max_grad_norm
     engine:str="book", # book, ghost or hooks
-    expected_batch_size:int|None=None, # b, public; None: the data loader's batch_size
+    expected_batch_size:int|None=None, # b, public, of all processes together; None: the data loader's batch_size
     criterion=None, # Wrapped with engine="ghost"; None: cross-entropy
     loss_reduction:str="mean", # What the loop's loss does over the batch: mean or sum
     noise_generator:torch.Generator|None=None, # A seed, for experiments
@@ -256,6 +261,7 @@ def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of n
     secure = noise_generator is None if self.secure_mode is None else self.secure_mode
     if secure and noise_generator is not None: raise ValueError("noise_generator must be None with secure_mode=True: noise for release has no seed")
     if secure: return GaussianNoise(secure=True), GaussianNoise(secure=True)
+    if noise_generator is not None and batch_generator is noise_generator: batch_generator = seeded_by_torch(noise_generator) # A place that is gone back to in one must not bring back the other's keys
     return tuple(GaussianNoise(generator=g if g is not None else seeded_by_torch()) for g in (noise_generator, batch_generator))
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #ac3e56ab
@@ -271,6 +277,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
         bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
     self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
     loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches))
+    self.workers_source = loader.generator # Decides what a data set's own randomness gives in worker processes
     module = PrivateModule(private_step.model, private_step.engine).train(private_step.model.training)
     criteria = (GhostCriterion(private_step.engine, criterion),) if recipe.engine=="ghost" else ()
     return (module, self.optimizer, *criteria, loader)
@@ -312,7 +319,7 @@ def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
     optimizer = self.optimizer
     return {"settings": self.settings(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
         "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels, "torch": torch.get_rng_state(),
-        "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place]}
+        "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place, self.workers_source.get_state()]}
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c62dc52b
 @patch
@@ -330,8 +337,9 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     optimizer.tape.kernels.update(state["kernels"])
     torch.set_rng_state(state["torch"])
     if state["sources"]:
-        noise, optimizer.place = state["sources"]
+        noise, optimizer.place, workers = state["sources"]
         optimizer.private_step.noise.generator.set_state(noise)
+        self.workers_source.set_state(workers)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bc
 @patch

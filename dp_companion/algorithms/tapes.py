@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.utils._pytree import tree_leaves
 from .book_keeping import Anchor, is_looked_at, refuse_past
-from .engines import NotFinite, call, check_precision, lone_norm, part_of, per_sample_losses
+from .engines import Arguments, NotFinite, call, check_precision, lone_norm, part_of, per_sample_losses
 from .private_step import check_trainable, unchanged_buffers
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -72,11 +72,15 @@ def forward(self:Tape, module, args, kwargs):
 
 @patch
 def look(self:Tape, module, args, kwargs):
-    "Refuse a module in which samples meet."
-    def random_sums(): # (batch,)
-        outputs = [x for x in tree_leaves(module(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad and x.dim() and len(x)==self.batch_size]
-        return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in outputs), start=self.flat.new_zeros(self.batch_size))
-    lone_norm(self.engine, random_sums, (self.batch_size//2+self.passes)%self.batch_size)
+    "Refuse a module in which samples meet, or of whose gradients the engine does not see all; what is added has no weight."
+    inputs, none = Arguments(args, kwargs), self.flat.new_zeros(self.batch_size)
+    def random_sums(outputs, targets): # (batch,)
+        rows = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and len(x)==len(none)]
+        return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=none)
+    self.engine.passes = self.passes
+    k = (len(none)//2+self.passes)%len(none)
+    if lone_norm(self.engine, lambda: random_sums(call(module, inputs), none), k)>0:
+        with torch.random.fork_rng(devices=[none.device] if none.is_cuda else []): self.engine.accumulate(random_sums, inputs, none, torch.zeros_like)
 
 # %% ../../nbs/algorithms/tapes.ipynb #953f7c45
 OLD_PASS = "loss.backward must go once through the last forward pass of the module, got an older or a second pass"
@@ -173,8 +177,7 @@ class GhostTape(HooksTape):
         self.engine.model.enable_hooks()
 
     def record(self, module, args, kwargs):
-        self.inputs = kwargs if kwargs else args
-        if args and kwargs: raise TypeError("the module must take positional or named arguments alone with engine='ghost', got both")
+        self.inputs = Arguments(args, kwargs)
         self.engine.clear(self.batch_size)
         return self.dated(call(module, self.inputs))
 

@@ -135,8 +135,10 @@ STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOp
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
 NO_LOOK = Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)) # The engines see wrong norms themselves
-NO_MEETING = Patch(engines, "lone_norm", "rows[others].nan_to_num(0, 0, 0).any()", "False")
+NO_MEETING = Patch(engines, "lone_norm", "x.nan_to_num(0, 0, 0).any()", "False")
+NO_COPIES = Patch(engines, "is_alone", "not near(first, loss(*copies", "False and not near(first, loss(*copies")
 NO_REFUSAL = Patch(private_step, "check_layer", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
+NO_BUFFERS = Patch(private_step, "check_own_parameters", "if found: raise", "if False: raise")
 BATCH_NORM = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs)")
 BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs, track_running_stats=False)")
 
@@ -149,7 +151,7 @@ ZOO = [
         (Patch(GaussianNoise, "key", "generator=self.generator", "generator=torch.Generator().manual_seed(0)"),)),
     Bug("layer not clipped", "One layer is added up unscaled.", "step", RECORD,
         (Patch(STEP, "accumulate", "losses = self.engine", "self.engine.flat.share = 1/self.expected_batch_size; losses = self.engine"),
-         Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), self.flat.share))"))),
+         Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"))),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
         (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"), NO_LOOK)),
     Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,

@@ -1,0 +1,193 @@
+"Models and loops whose samples would pass their bound without an error: each is refused, by the private step and in a training loop."
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_companion import PrivacyEngine
+from dp_companion.algorithms import noise
+from dp_companion.algorithms.clipping import Flat
+from dp_companion.algorithms.private_step import PrivateStep
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ENGINES = pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+WAYS = pytest.mark.parametrize("way", ["step", "loop"])
+N = 16
+
+
+class Net(nn.Module):
+    "Two linear layers and a function of them."
+    def __init__(self, function, frozen=False):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(5, 5, bias=False).requires_grad_(not frozen), nn.Linear(5, 3), function
+    def forward(self, x): return self.function(self, x)
+
+
+class Scaled(nn.Module):
+    "A parameter of the model itself around a function."
+    def __init__(self, function):
+        super().__init__()
+        self.scale, self.last, self.function = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), function
+    def forward(self, x): return self.last(self.scale*self.function(x))
+
+
+def centred(x): return x - x.mean(0)
+def standard_in_secret(z): return (z - z.detach().mean(0))/z.detach().std(0)
+
+
+MEETING = {
+    "before the first layer": lambda: Net(lambda m, x: m.last(m.first(100*centred(x)))),
+    "in statistics that no gradient sees": lambda: Net(lambda m, x: m.last(standard_in_secret(m.first(x)).tanh())),
+    "behind a frozen layer": lambda: Net(lambda m, x: m.last(centred(m.first(x)).tanh()), frozen=True),
+    "beside a parameter of the model": lambda: Scaled(centred),
+}
+UNSEEN = {
+    "a function of a weight": lambda: Net(lambda m, x: m.last(.001*m.first(x)) + 30*x@m.first.weight[:3].T),
+    "a weight as a second layer": lambda: Net(lambda m, x: m.last(F.linear(m.first(x), m.first.weight))),
+}
+
+
+def data(n=N): return torch.randn(n, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(n) % 3
+
+
+def one_step(model, engine, way, x, y):
+    "The summed gradient of one step on all records, with next to no noise."
+    torch.manual_seed(0)
+    model, loss, options = model.double(), nn.CrossEntropyLoss(), dict(engine=engine, noise_multiplier=1e-12, expected_batch_size=len(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    if way == "step": PrivateStep(model, optimizer, clip_rule=Flat(max_grad_norm=1.), **options)(loss, x, y)
+    else:
+        found = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), max_grad_norm=1., criterion=loss, **options)
+        for inputs, targets in found[-1]:
+            (found[2] if engine == "ghost" else loss)(found[0](inputs), targets).backward()
+            found[1].step()
+    return len(x)*torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@ENGINES
+@WAYS
+@pytest.mark.parametrize("where", MEETING)
+def test_samples_that_meet_are_refused_wherever_they_do(engine, way, where):
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): one_step(MEETING[where](), engine, way, *data())
+
+
+@ENGINES
+@WAYS
+@pytest.mark.parametrize("what", UNSEEN)
+def test_a_gradient_that_the_engine_does_not_see_is_refused(engine, way, what):
+    with pytest.raises(ValueError, match="must see all of a sample's gradient|must be used by its own layer alone"): one_step(UNSEEN[what](), engine, way, *data())
+
+
+@ENGINES
+@WAYS
+def test_a_layer_that_is_called_on_one_row_too_is_refused(engine, way):
+    model = Net(lambda m, x: m.last(m.first(torch.ones_like(x[:1]))*x.mean(1, keepdim=True) + .001*m.first(x)))
+    with pytest.raises(ValueError, match="must be the batch of 16, got 1|one row per sample"): one_step(model, engine, way, *data())
+
+
+@ENGINES
+@WAYS
+def test_a_bad_record_does_not_free_the_others(engine, way):
+    "With dropout, a second pass has masks and so norms of its own."
+    x, y = data(2)
+    x[1] = torch.nan
+    for seed in range(20):
+        model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(.9), nn.Linear(64, 3))
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(seed))
+        assert one_step(model, engine, way, 10*x, y).norm() <= 1 + 1e-9
+
+
+@WAYS
+def test_a_model_that_draws_from_elsewhere_is_left_alone(way):
+    "Two passes of it differ, so that nothing can be said of it."
+    draws = iter(range(1, 10**6))
+    one_step(Net(lambda m, x: m.last(m.first(x))*next(draws)), "book", way, *data())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_generator_for_noise_and_batches_draws_no_noise_twice(workers, monkeypatch):
+    keys, drawn, shared = [], noise.gaussian_, torch.Generator().manual_seed(1)
+    monkeypatch.setattr(noise, "gaussian_", lambda out, key, *rest, **options: keys.append(key) or drawn(out, key, *rest, **options))
+    model = nn.Linear(5, 3).double()
+    model, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
+        data_loader=DataLoader(TensorDataset(*data(64)), batch_size=8, num_workers=workers, generator=shared), noise_generator=shared)
+    for stop in (2, 8):
+        for k, (x, y) in enumerate(loader):
+            if k == stop: break
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+    assert len(keys) == 2 + 6 and len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_a_batch_without_a_step_is_noticed_whatever_workers_hold(workers):
+    model = nn.Linear(5, 3).double()
+    model, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
+        data_loader=DataLoader(TensorDataset(*data(80)), batch_size=8, num_workers=workers))
+    with pytest.raises(ValueError, match="every batch of the returned data loader must have its optimizer.step, an empty one too, got 1 without one"):
+        for k, (x, y) in enumerate(loader):
+            if k == 6: continue
+            nn.CrossEntropyLoss()(model(x), y).backward()
+            optimizer.step()
+    assert len(optimizer.ledger) == 6
+
+
+@WAYS
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_buffer_that_is_made_in_a_step_is_refused_if_it_is_saved(way, is_saved):
+    def keeping(m, x):
+        m.register_buffer("mean", torch.zeros(5) if not is_saved else x.mean(0).detach(), persistent=is_saved)
+        return m.last(m.first(x))
+    model = Net(keeping)
+    if not is_saved: return one_step(model, "book", way, *data())
+    with pytest.raises(ValueError, match="no buffer may change in a private step, got a change of 'mean'"): one_step(model, "book", way, *data())
+    assert "mean" not in model.state_dict()
+
+
+@WAYS
+def test_words_for_what_cannot_be_clipped(way):
+    class Stem(nn.Module):
+        def __init__(self): super().__init__(); self.token, self.drop, self.last = nn.Parameter(torch.zeros(5)), nn.Dropout(.5), nn.Linear(5, 3)
+        def forward(self, x): return self.last(self.drop(x + self.token))
+    with pytest.raises(ValueError, match="must have neither dropout nor buffers inside, got Dropout in Stem at ''"): one_step(Stem(), "book", way, *data())
+
+
+def test_a_private_optimizer_is_not_copied_and_its_model_not_converted():
+    model = nn.Linear(5, 3)
+    private, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1., data_loader=DataLoader(TensorDataset(*data()), batch_size=8))
+    with pytest.raises(TypeError, match="must not be copied or pickled"): copy.deepcopy(optimizer)
+    private.double()
+    with pytest.raises(ValueError, match="parameters must stay as the private step was built with them, got torch.float64 on cpu"): private(data()[0])
+
+
+def test_a_padding_word_has_no_gradient_in_a_shared_table():
+    "Against one sample after the other."
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.words, self.last = nn.Embedding(7, 5, padding_idx=0), nn.Linear(5, 3)
+        def forward(self, pair): return self.last((self.words(pair[:, 0])*self.words(pair[:, 1])).mean(1))
+    torch.manual_seed(0)
+    pairs, y = torch.randint(0, 7, (6, 2, 4)), torch.arange(6) % 3
+    model = Twice().double()
+    with torch.no_grad(): model.words.weight[0] = 1.
+    alone = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(p[None]), t[None]), list(model.parameters()))]) for p, t in zip(pairs, y)]
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(max_grad_norm=.05), expected_batch_size=1, noise_multiplier=0.)
+    step(nn.CrossEntropyLoss(), pairs, y)
+    expected = sum(g*min(1, .05/g.norm()) for g in alone)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_statistics_that_were_kept_are_those_of_the_gradient():
+    "Instance norm in evaluation mode inside a model that trains."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(48, 2)).double()
+    model[0].running_mean += .5
+    model[0].running_var *= 3
+    model[0].eval()
+    x, y = torch.randn(4, 3, 4, 4, dtype=torch.float64), torch.arange(4) % 2
+    alone = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(a[None]), t[None]), list(model.parameters()))]) for a, t in zip(x, y)]
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(max_grad_norm=.1), expected_batch_size=1, noise_multiplier=0.)
+    step(nn.CrossEntropyLoss(), x, y)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), sum(g*min(1, .1/g.norm()) for g in alone), rtol=1e-9, atol=1e-12)
