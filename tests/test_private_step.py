@@ -178,12 +178,12 @@ def test_engines_take_any_memory_format(engine, layout):
 
 @pytest.mark.slow
 def test_secure_noise_is_no_slower():
-    secure, torchs, buffer, times = GaussianNoise(secure=True), seeded(), torch.empty(431_080), ([], []) # as many values as the MNIST CNN has weights
-    draw = (lambda: secure.fill_(buffer, 1.)), (lambda: buffer.normal_(0, 1, generator=torchs))
-    for k in range(60):
+    "Than seeded noise; which of two libraries draws faster depends on the processor, and the page of noise shows it."
+    sources, buffer, times = (GaussianNoise(secure=True), GaussianNoise(generator=seeded())), torch.empty(431_080), ([], []) # as many values as the MNIST CNN has weights
+    for k in range(200):
         for i in ((0, 1), (1, 0))[k % 2]:
-            start = time.process_time(); draw[i](); times[i].append(time.process_time() - start)
-    assert np.median(times[0][5:]) <= np.median(times[1][5:])
+            start = time.process_time(); sources[i].fill_(buffer, 1.); times[i].append(time.process_time() - start)
+    assert np.median(times[0]) <= 1.1*np.median(times[1]) # a tenth for the last cell and a busy machine
 
 
 @pytest.mark.parametrize("kernel", ["matrices", "grouped", "gram", "gram_product", "opacus"])
