@@ -227,6 +227,7 @@ def page(self:Book, name, a, b)->list: # (Slot, Part) each
     self.read += [(name, x, x._version) for part in parts for x in part.rows]
     return [(slots[part.parameter], part) for part in parts]
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #5b0c71d9
 @patch
 def hold(self:Book, name, a, b):
     "Keep the place of a layer whose kernels are still to be timed."
@@ -241,6 +242,7 @@ def time_held(self:Book):
         self.kernels[name] = fastest(self.layers[name], self.layer_slots[name], a, b)
         self.pages[name] = self.page(name, a, b)
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #5b0c71db
 @patch
 def write_shared(self:Book, layer, slots, a, b):
     "Add up the per-sample gradients of parameters that are used more than once."

@@ -97,6 +97,7 @@ def lone_norm(
         found = torch.autograd.grad(losses[k], list(engine.slots), allow_unused=True) if losses.requires_grad else ()
     return math.hypot(*(g.double().norm().item() for g in found if g is not None))
 
+# %% ../../nbs/algorithms/engines.ipynb #5b0c71d5
 def copies(inputs, k:int, batch_size:int):
     "The k-th sample in the place of every sample."
     return tree_map(lambda x: x[[k]*batch_size] if isinstance(x, Tensor) and x.dim() and len(x)==batch_size else x, inputs)
@@ -117,6 +118,7 @@ def is_alone(
         raise ValueError(MEET)
     return True
 
+# %% ../../nbs/algorithms/engines.ipynb #5b0c71d7
 def check_norm(engine, found:float, lone:float):
     "Refuse an engine that does not see what ordinary differentiation sees."
     if not (math.isfinite(found) and lone>=1e-18): return # Squares of less are zero in single precision
