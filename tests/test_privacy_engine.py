@@ -759,10 +759,10 @@ def test_workers_bring_the_same_batches():
     for a, b in zip(*batches): assert torch.equal(a, b)
 
 
-def share(rank, world, port, out):
+def share(rank, world, out):
     "One of the processes of the test below."
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{out}.meet", rank=rank, world_size=world)
     model = DistributedDataParallel(network())
     torch.manual_seed(rank)
     privacy, module, optimizer, loader = private(model=model, batch_size=4)
@@ -778,11 +778,7 @@ def share(rank, world, port, out):
 
 
 def test_two_processes_stay_together(tmp_path, processes):
-    import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(share, args=(2, port, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
+    mp.start_processes(share, args=(2, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
     (w0, n0, t0), (w1, n1, t1) = (torch.load(f"{tmp_path/'out'}.{rank}", weights_only=True) for rank in (0, 1))
     assert torch.equal(w0, w1) and t0 == t1 == 10 and len(n0) == len(n1) == 10
     assert .5 < (sum(n0)+sum(n1))/40 < 1.7

@@ -430,10 +430,10 @@ def test_a_weight_in_the_loss_is_refused_at_any_step():
 COUNTING = [GlobalAdapt(strict_max_grad_norm=3.), GroupAdaptive(num_groups=10, count_noise=1.)] # one counts after it scales, one before
 
 
-def share(rank, world, port, rule, out):
+def share(rank, world, rule, out):
     "One of the processes of the test below."
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{out}.meet", rank=rank, world_size=world)
     x, y = batch(digits_cnn, 8, dtype=torch.float64)
     torch.manual_seed(rank)  # DistributedDataParallel starts from rank 0's weights
     model = DistributedDataParallel(network(digits_cnn, torch.float64))
@@ -450,11 +450,7 @@ def share(rank, world, port, rule, out):
 
 @pytest.mark.parametrize("rule", COUNTING, ids=["after", "before"])
 def test_two_processes_take_the_step_of_one(rule, tmp_path, processes):
-    import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(share, args=(2, port, rule, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
+    mp.start_processes(share, args=(2, rule, str(tmp_path/"out")), nprocs=2, start_method=processes.get_start_method())
     x, y = batch(digits_cnn, 8, dtype=torch.float64)
     alone = step_for(network(digits_cnn, torch.float64), clip_rule=rule, generator=seeded(), noise_multiplier=1.)
     for _ in range(3): alone(LOSS, x, y, groups=y if rule.needs_groups else None)

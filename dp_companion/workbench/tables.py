@@ -205,7 +205,8 @@ def refuted(
         if r.budget["claimed"] and r.budget["empirical"]: alike.setdefault((json.dumps(r.budget["events"]), r.spec.delta), []).append(r)
     if not alike: return "Nothing was attacked."
     ratio = {key: of[0].budget["empirical"]["epsilon"]/of[0].budget["claimed"]["epsilon"] for key, of in alike.items()}
-    over, furthest = sum(x > 1 for x in ratio.values()), alike[max(ratio, key=ratio.get)]
+    over, most = sum(x > 1 for x in ratio.values()), max(ratio.values())
+    furthest = [r for key, of in alike.items() if ratio[key] >= .999*most for r in of] # schedules that an attack cannot show more for stand level
     names = listed(list(dict.fromkeys(short_name(r.spec.method) for r in furthest))) + f" at ε = {furthest[0].spec.target_epsilon:g}"
     claimed, achieved = (epsilon_text(furthest[0].budget[kind]["epsilon"]) for kind in ("claimed", "empirical"))
     share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
