@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['LAUNCH_ELEMENTS', 'CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'LatePart', 'zero_rows', 'least', 'lost',
-           'squares', 'add_rows', 'row_part', 'matrix_part', 'pieces', 'add_product', 'rounded_up', 'gram_squares',
-           'positions', 'linear_rank_one', 'linear_gram', 'linear_matrices', 'padded', 'windows', 'patch_rows',
-           'padded_again', 'patches_in_turn', 'outputs', 'patch_elements', 'samples_at_once', 'conv_bias',
-           'weight_gradient', 'add_convolution', 'weight_matrices', 'conv_matrices', 'grouped_matrices', 'conv_grouped',
-           'conv_gram_squares', 'conv_gram', 'conv_gram_product', 'grouped_norm', 'group_norm', 'instance_norm',
-           'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows', 'kernels_of', 'candidates']
+           'squares', 'add_rows', 'row_part', 'matrix_part', 'pieces', 'add_product', 'rounded_up', 'gram',
+           'gram_norms', 'gram_squares', 'positions', 'linear_rank_one', 'linear_gram', 'linear_matrices', 'padded',
+           'windows', 'patch_rows', 'padded_again', 'patches_in_turn', 'pixels', 'patch_elements', 'samples_at_once',
+           'conv_bias', 'weight_gradient', 'add_convolution', 'add_patches', 'weight_matrices', 'conv_matrices',
+           'grouped_matrices', 'conv_grouped', 'seen', 'pixel_grams', 'patch_grams', 'conv_gram_squares', 'conv_gram',
+           'conv_gram_product', 'affine_parts', 'grouped_norm', 'group_norm', 'instance_norm', 'layer_norm',
+           'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows', 'kernels_of', 'candidates']
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 import math
-from functools import cache, partial
+from functools import cache, partial, reduce
 from dataclasses import dataclass
 from typing import Callable
 import torch
@@ -133,11 +134,23 @@ def rounded_up(
     exact = (gram + features*torch.finfo(torch.float64).eps*total.square()).clamp_(min=0).sqrt_()
     return (exact + lengths.shape[1]*limits.eps*total).square_().to(like.dtype).add_(limits.tiny*limits.eps)
 
+def gram(x:Tensor)->Tensor: # (batch, T, T) float64
+    "Gram matrices of the positions; x (batch, T, features)."
+    x = x.double()
+    return torch.bmm(x, x.transpose(1, 2))
+
+def gram_norms(
+    a:Tensor, b:Tensor, # (batch, T, T) float64, Gram matrices of inputs and of output gradients
+    features:int, # n, of both together
+    like:Tensor, # Whose dtype the gradients have
+)->Tensor: # (batch,)
+    "Squared norms from Gram matrices (@eq-gram)."
+    lengths = (a.diagonal(dim1=1, dim2=2)*b.diagonal(dim1=1, dim2=2)).sqrt()
+    return rounded_up((a*b).sum((1, 2)), lengths, features, like)
+
 def gram_squares(a:Tensor, b:Tensor)->Tensor: # (batch,)
     "Squared norms of sum_t b_it a_it' without forming it; a (batch, T, in), b (batch, T, out)."
-    x, y = a.double(), b.double()
-    gram = (torch.bmm(x, x.transpose(1, 2))*torch.bmm(y, y.transpose(1, 2))).sum((1, 2))
-    return rounded_up(gram, x.norm(dim=2)*y.norm(dim=2), x.shape[2] + y.shape[2], b)
+    return gram_norms(gram(a), gram(b), a.shape[2] + b.shape[2], b)
 
 def positions(x:Tensor)->Tensor: # (batch, T, features)
     "All dimensions between the batch and the features as one."
@@ -205,13 +218,13 @@ def patches_in_turn(layer, slots, a, b, samples:int): # (samples*groups, T, D) e
         yield room.view(len(x)*layer.groups, positions, -1) if rows else room.view(len(x)*layer.groups, -1, positions).transpose(1, 2)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #88361ea0
-def outputs(layer, b)->Tensor: # (batch*groups, T, out/groups)
-    "Output gradients with the positions first, one block for each group; a view where it can be."
-    return b.flatten(2).unflatten(1, (layer.groups, -1)).flatten(0, 1).transpose(1, 2)
+def pixels(layer, x)->Tensor: # (batch*groups, T, channels/groups)
+    "Inputs, or output gradients, with the positions first, one block for each group; a view where it can be."
+    return x.flatten(2).unflatten(1, (layer.groups, -1)).flatten(0, 1).transpose(1, 2)
 
-def patch_elements(layer, slots, b)->int:
+def patch_elements(layer, b)->int:
     "How many numbers one sample's patches hold."
-    return b[0, 0].numel()*layer.groups*(slots["weight"].flat.numel()//b.shape[1])
+    return b[0, 0].numel()*layer.groups*layer.weight[0].numel()
 
 def samples_at_once(
     elements:int, # Of one sample's patches
@@ -237,14 +250,21 @@ def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     x, padding = (a, layer.padding) if plain else (padded(layer, a), (0, 0))
     slot.shaped.add_(weight_gradient(layer, x, weighted, slot.shaped, layer.groups, padding))
 
+def add_patches(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
+    "Add products of patches and weighted output gradients, a few samples at a time; one group."
+    chunk, weight = samples_at_once(patch_elements(layer, b), b.element_size()), slot.flat.view(b.shape[1], -1)
+    for x, y in zip(a.split(chunk), (b*scales.view(-1, 1, 1, 1)).split(chunk)):
+        patches = patch_rows(layer, x, y, slot.channels_last)
+        weight.addmm_(pixels(layer, y).reshape(-1, b.shape[1]).T, patches.reshape(-1, weight.shape[1]))
+
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #b5718be3
 def weight_matrices(layer, slots, a, b)->Tensor: # (batch, n)
     "Per-sample gradients as products of output gradients and patches, the patches of a few samples at a time."
     n, g, channels = len(b), layer.groups, b.shape[1]//layer.groups
     matrices = b.new_empty(n*g, channels, slots["weight"].flat.numel()//b.shape[1])
-    chunk = samples_at_once(patch_elements(layer, slots, b), b.element_size())
+    chunk = samples_at_once(patch_elements(layer, b), b.element_size())
     for patches, y, out in zip(patches_in_turn(layer, slots, a, b, chunk), b.split(chunk), matrices.split(chunk*g)):
-        y = outputs(layer, y)
+        y = pixels(layer, y)
         if patches.shape[2]<y.shape[2]: out.copy_(torch.bmm(patches.transpose(1, 2), y).transpose(1, 2)) # A product is fastest with its longer side last
         else: torch.bmm(y.transpose(1, 2), patches, out=out)
     return matrices.view(n, -1)
@@ -266,26 +286,49 @@ def conv_grouped(layer, slots, a, b):
     return matrix_part(slots["weight"].flat.numel(), a, b, partial(grouped_matrices, layer, slots)), conv_bias(b)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #82054adb
-def conv_gram_squares(layer, a, b)->Tensor: # (batch,)
-    "Squared norms by Gram matrices; they do not see the order of the features."
-    x = patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True)
-    return gram_squares(x, outputs(layer, b)).view(len(b), -1).sum(1)
+def seen(k:int, dilation:int, stride:int, size:int)->slice:
+    "The input positions that the k-th entry of one kernel dimension meets, one for each of `size` output positions."
+    return slice(k*dilation, k*dilation + stride*(size-1) + 1, stride)
 
-def conv_gram(layer, slots, a, b):
-    "Gram matrices of a few samples at a time, then one ordinary weight gradient."
-    chunk = samples_at_once(patch_elements(layer, slots, b), torch.float64.itemsize)
+def pixel_grams(layer, x, height:int, width:int)->Tensor: # (batch*groups, T, T) float64
+    "Gram matrices of the patches of a padded input as sums of those of its pixels (@eq-pixels), over the kernel's width and then its height."
+    (kh, kw), (dh, dw), (sh, sw), sides = layer.kernel_size, layer.dilation, layer.stride, x.shape[2:]
+    grams = gram(pixels(layer, x)).view(-1, *sides, *sides)
+    rows = reduce(torch.add, [grams[:, :, at, :, at] for at in (seen(k, dw, sw, width) for k in range(kw))])
+    found = reduce(torch.add, [rows[:, at, :, at] for at in (seen(k, dh, sh, height) for k in range(kh))])
+    return found.reshape(-1, height*width, height*width)
+
+def patch_grams(layer, a, b)->Tensor: # (batch*groups, T, T) float64
+    "Gram matrices of the patches, from pixels or from patches, whichever are fewer products."
+    x, positions = padded(layer, a), b[0, 0].numel()
+    if x[0, 0].numel()**2<=math.prod(layer.kernel_size)*positions**2: return pixel_grams(layer, x, *b.shape[2:])
+    return gram(patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True))
+
+def conv_gram_squares(layer, a, b)->Tensor: # (batch,)
+    "Squared norms by Gram matrices."
+    grams = patch_grams(layer, a, b), gram(pixels(layer, b))
+    return gram_norms(*grams, layer.weight[0].numel() + b.shape[1]//layer.groups, b).view(len(b), -1).sum(1)
+
+def conv_gram(layer, slots, a, b, add=add_convolution):
+    "Gram matrices of a few samples at a time, then one ordinary weight gradient, or what else `add` does."
+    elements = a[0].numel() + a[0, 0].numel()**2 + b[0, 0].numel()**2 # Of one sample: pixels, and Gram matrices of pixels and of patches
+    chunk = samples_at_once(elements, torch.float64.itemsize)
     norms = torch.cat([conv_gram_squares(layer, x, y) for x, y in zip(a.split(chunk), b.split(chunk))])
-    return Part("weight", norms, (a, b), partial(add_convolution, layer)), conv_bias(b)
+    return Part("weight", norms, (a, b), partial(add, layer)), conv_bias(b)
 
 def conv_gram_product(layer, slots, a, b):
-    "Gram matrices, then one product with the same patches; one group."
-    x, y = patch_rows(layer, a, b, slots["weight"].channels_last), outputs(layer, b)
-    return Part("weight", gram_squares(x, y), (x, y), add_product), conv_bias(b)
+    "Gram matrices, then products with patches; one group."
+    return conv_gram(layer, slots, a, b, add_patches)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #1bd290c2
+def affine_parts(normal:Tensor, b:Tensor)->tuple: # Parts
+    "Rows for a weight and a bias of every channel; both (batch, channels, ...)."
+    return row_part("weight", (b*normal).flatten(2).sum(2)), row_part("bias", b.flatten(2).sum(2))
+
 def grouped_norm(layer, a, b, groups:int):
     "Rows for the affine parameters of a normalisation over channel groups."
     (n, c), positions = a.shape[:2], a[0, 0].numel()
+    if groups<c and not a.is_contiguous(): return affine_parts(F.group_norm(a, groups, eps=layer.eps), b)
     a, b = a.contiguous(), b.contiguous()
     _, mean, rstd = torch.native_group_norm(a, None, None, n, c, positions, groups, layer.eps)
     _, weight, bias = torch.ops.aten.native_group_norm_backward(b.view(1, n*c, -1), a.view(1, n*c, -1), mean.view(1, -1),
@@ -298,7 +341,7 @@ def instance_norm(layer, slots, a, b):
     "Every channel is a group; in evaluation mode statistics that were kept take the place of the sample's."
     if layer.training or not layer.track_running_stats: return grouped_norm(layer, a, b, layer.num_features)
     normal = F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
-    return row_part("weight", (b*normal).flatten(2).sum(2)), row_part("bias", b.flatten(2).sum(2))
+    return affine_parts(normal, b)
 
 def layer_norm(layer, slots, a, b):
     "Layer normalisation over the last dimensions."
@@ -334,7 +377,7 @@ def opacus_rows(layer, slots, a, b):
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #049f4d9d
-HELD_BYTES = 1<<28 # Largest set of patches that one layer may hold, and largest gradient of one sample where Gram matrices would do
+HELD_BYTES = 1<<28 # Largest gradient of one sample where Gram matrices would do
 
 KERNELS = {
     nn.Linear: dict(rank_one=linear_rank_one, gram=linear_gram, matrices=linear_matrices),
@@ -356,10 +399,8 @@ def candidates(layer, slots, a, b)->list: # Names in `kernels_of(layer)`
     if type(layer) not in (nn.Linear, nn.Conv2d): return list(kernels_of(layer))[:1]
     n, channels = slots["weight"].flat.numel(), slots["weight"].shaped.shape[0]
     T = b[0].numel()//channels
-    gram = T*(n//channels+channels)<=4*n
-    is_small = n*b.element_size()<=HELD_BYTES or not gram
-    if type(layer) is nn.Linear: return ["gram"]*gram+["matrices"]*is_small
-    patches = patch_elements(layer, slots, b)
-    product = gram and layer.groups==1 and 4*patches<=n and len(b)*patches*b.element_size()<=HELD_BYTES
+    is_short = T*(n//channels+channels)<=4*n
+    is_small = n*b.element_size()<=HELD_BYTES or not is_short
+    if type(layer) is nn.Linear: return ["gram"]*is_short+["matrices"]*is_small
     fills = layer.groups>1 or layer.in_channels%8==channels%8==0 # the blocks that the library computes in; it pads what does not, and needs several times the room
-    return ["gram"]*gram+["gram_product"]*product+["matrices"]*is_small+["grouped"]*(is_small and fills)
+    return ["gram_product"]*(is_short and layer.groups==1)+["gram"]*is_short+["matrices"]*is_small+["grouped"]*(is_small and fills)
