@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opacus.layers import DPLSTM
 from scipy import stats
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -111,6 +112,12 @@ def test_engines_agree_on_every_model(name):
         for engine in ("ghost", "hooks"): assert difference(found[engine], found["book"]) < nearly
 
 
+class Recurrent(nn.Module):
+    "Opacus's recurrent layer, which registers its children's parameters again, without its states."
+    def __init__(self): super().__init__(); self.layer = DPLSTM(3, 2, batch_first=True, bidirectional=True)
+    def forward(self, x): return self.layer(x)[0]
+
+
 class Gain(nn.Module):
     "A layer whose parameter has no dimension."
     def __init__(self): super().__init__(); self.gain = nn.Parameter(torch.tensor(1.5))
@@ -118,7 +125,7 @@ class Gain(nn.Module):
 
 
 KINDS_OF_LAYERS = {
-    "scalar": (Gain(), (4,)),
+    "scalar": (Gain(), (4,)), "recurrent": (Recurrent(), (5, 3)),
     "linear": (nn.Linear(4, 3), (4,)), "linear, positions": (nn.Linear(4, 3, bias=False), (5, 4)), "convolution": (nn.Conv2d(3, 4, 3, padding=1), (3, 6, 5)),
     "groups, stride": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), groups=2), (4, 8, 7)), "dilation": (nn.Conv2d(3, 4, 3, dilation=2), (3, 7, 7)),
     "padding same": (nn.Conv2d(3, 4, 3, padding="same"), (3, 5, 5)), "convolution 1d": (nn.Conv1d(3, 4, 2), (3, 8)), "convolution 3d": (nn.Conv3d(2, 3, 2), (2, 4, 3, 5)),
@@ -800,12 +807,63 @@ def test_groups_must_fit_the_batch():
 @pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
 @pytest.mark.parametrize("size", [1e-22, 1e-25])
 @pytest.mark.parametrize("positions", [False, True])
-def test_vanished_gradients_are_not_amplified(engine, size, positions):
+@pytest.mark.parametrize("bias", [False, True]) # whose norm would hide that a weight's is lost
+def test_vanished_gradients_are_not_amplified(engine, size, positions, bias):
     "Squares of single precision are lost below 1e-22: a norm of zero would be scaled by c0/z, which may be anything."
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Linear(4, 2, bias=bias))
     before = [p.detach().clone() for p in model.parameters()]
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=1.), clip_rule=GlobalAdapt(max_grad_norm=1., strict_max_grad_norm=1e-28), expected_batch_size=1, noise_multiplier=0., engine=engine)
     x = torch.randn(1, *[5]*positions, 3, generator=torch.Generator().manual_seed(0))
     step(lambda outputs, targets: size*outputs.flatten(1).sum(1), x, torch.zeros(1, dtype=torch.long))
     moved = math.sqrt(sum((p.detach().double() - b).square().sum().item() for p, b in zip(model.parameters(), before)))
     assert moved <= 1.001
+
+
+def test_vanished_inputs_are_not_amplified():
+    "Nor where two small factors are lost in their product alone."
+    step = step_for(nn.Linear(4, 3, bias=False), clip_rule=AutoS(stability=1e-29), expected_batch_size=1)
+    step(lambda outputs, targets: 1e-14*outputs.sum(1), torch.full((1, 4), 1e-10), torch.zeros(1))
+    assert gradient(step).norm() <= 1.001
+
+
+class Weighted(nn.Module):
+    "A layer and a public table, which has no rows of samples."
+    def __init__(self): super().__init__(); self.layer = nn.Linear(4, 3)
+    def forward(self, x, table): return self.layer(x)*table.sum()
+
+
+def test_a_public_table_stays_whole():
+    x, y, table, model = torch.randn(5, 4, generator=seeded()), torch.arange(5)%3, torch.arange(7.), Weighted()
+    whole, pieces = (step_for(copy.deepcopy(model), **options) for options in ({}, {"max_physical_batch_size": 2}))
+    for step in (whole, pieces): step(LOSS, (x, table), y)
+    for i in range(5): # alone
+        model.zero_grad()
+        LOSS(model(x[i:i+1], table), y[i:i+1]).backward()
+        alone = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found = step_for(copy.deepcopy(model))(LOSS, (x[i:i+1], table), y[i:i+1]).nonprivate_norms
+        assert found.item() == pytest.approx(alone.norm().item(), rel=1e-5)
+    assert difference(gradient(pieces), gradient(whole)) < 1e-6
+    with pytest.raises(ValueError, match="batch"): whole(LOSS, (x, table), y[:3])
+
+
+@pytest.mark.parametrize("options, word", [({"max_physical_batch_size": -1}, "max_physical_batch_size must be"), ({"expected_batch_size": math.inf}, "expected_batch_size must be"), ({"clip_rule": "flat"}, "clip_rule must be a ClipRule, got clip_rule='flat'"), ({"generator": 1}, "generator must be a torch.Generator or None, got generator=1")])
+def test_settings_without_a_meaning_are_refused(options, word):
+    with pytest.raises(ValueError, match=word): step_for(nn.Linear(4, 3), **options)
+
+
+class Keeper(nn.Module):
+    "A buffer that a batch may change in value, shape or kind."
+    def __init__(self, change): super().__init__(); self.layer, self.change = nn.Linear(4, 3), change; self.register_buffer("kept", torch.tensor([math.nan, 1.]))
+    def forward(self, x): self.change(self); return self.layer(x)
+
+
+CHANGES = {"shape": lambda m: setattr(m, "kept", torch.zeros(3)), "kind": lambda m: setattr(m, "kept", m.kept.double()), "value": lambda m: m.kept.fill_(2.)}
+
+
+@pytest.mark.parametrize("kind", [*CHANGES, "none"])
+def test_buffers_stay_in_value_shape_and_kind(kind):
+    model, x, y = Keeper(CHANGES.get(kind, lambda m: None)), torch.randn(4, 4), torch.arange(4)%3
+    if kind == "none": step_for(model)(LOSS, x, y)
+    else:
+        with pytest.raises(ValueError, match="no buffer may change in a private step, got a change of 'kept'"): step_for(model)(LOSS, x, y)
+    torch.testing.assert_close(model.kept, torch.tensor([math.nan, 1.]), equal_nan=True)

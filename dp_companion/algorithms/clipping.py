@@ -161,7 +161,7 @@ def noisy_counts(
 @dataclass(frozen=True, kw_only=True)
 class CountingRule(ClipRule):
     "A rule that follows noisy counts; a subclass gives `counts` and `with_noisy_counts`."
-    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); from the authors' scripts
+    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' scripts
     count_query: ClassVar[str] = "counts" # What the counts are called in a record
     def update(self,
         norms:Tensor, # (batch,) this step's gradient norms
@@ -254,7 +254,7 @@ class GroupAdaptive(CountingRule):
     def __post_init__(self):
         super().__post_init__()
         K = _whole("num_groups", self.num_groups)
-        bounds = tuple(float(_real("group_bounds", bound, below=LARGEST)) for bound in self.group_bounds) or (2*self.max_grad_norm,)*K
+        bounds = tuple(float(_real("group_bounds", bound, below=LARGEST)) for bound in self.group_bounds or (2*self.max_grad_norm,)*K)
         if len(bounds) != K: raise ValueError(f"group_bounds must be one per group, {K}, got group_bounds={self.group_bounds}")
         object.__setattr__(self, "group_bounds", bounds)
 
@@ -267,6 +267,7 @@ class GroupAdaptive(CountingRule):
 
     def _labels(self, groups):
         if groups is None: raise ValueError("groups must be given, one label per sample, got groups=None")
+        if groups.is_floating_point(): raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call groups.long()")
         bad = groups[(groups < 0) | (groups >= self.num_groups)]
         if len(bad): raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got groups={bad[0].item()}")
         return groups.long()

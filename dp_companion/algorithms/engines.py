@@ -57,9 +57,9 @@ def call(model, inputs):
     if isinstance(inputs, dict): return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
-def part_of(inputs, index): # `inputs` for some samples
-    "The samples that an index picks, from a tensor, or tensors in tuples, lists and dicts; what has no batch stays."
-    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.dim() else x, inputs)
+def part_of(inputs, index, batch_size:int): # `inputs` for some samples
+    "The samples that an index picks, from a tensor, or tensors in tuples, lists and dicts; what has no batch, or another length, stays."
+    return tree_map(lambda x: x[index] if isinstance(x, Tensor) and x.dim() and len(x)==batch_size else x, inputs)
 
 # %% ../../nbs/algorithms/engines.ipynb #df415eb8
 @contextmanager
@@ -316,7 +316,7 @@ def without(self:GhostEngine, loss_fn, inputs, targets, scale, norms, losses)->T
     "The same batch without the samples whose norms are not finite."
     good = torch.isfinite(norms)
     def again(of_good): return scale(norms.index_put((good.nonzero()[:, 0],), of_good))[good] # Another pass, with masks and norms of its own
-    if good.any(): self.add(loss_fn, part_of(inputs, good), targets[good], again)
+    if good.any(): self.add(loss_fn, part_of(inputs, good, len(good)), targets[good], again)
     else: scale(norms)
     return losses
 

@@ -96,6 +96,7 @@ class GaussianNoise:
     secure:bool = False # Key every draw from the operating system
 
     def __post_init__(self):
+        if not isinstance(self.generator, torch.Generator|None): raise ValueError(f"generator must be a torch.Generator or None, got generator={self.generator!r}")
         if self.secure and self.generator is not None:
             raise ValueError("generator must be None with secure=True: noise for release has no seed")
 

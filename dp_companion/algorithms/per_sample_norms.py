@@ -126,7 +126,7 @@ def add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
 def rounded_up(
     gram:Tensor, # (batch,) float64
     lengths:Tensor, # (batch, T) float64, |a_it||b_it|
-    features:int, # n, of a and b together
+    features:int, # m, of a and b together
     like:Tensor, # Whose dtype the gradients have
 )->Tensor: # (batch,), of that dtype
     "Squared norms from Gram sums, not below the true ones (@eq-rounded-up)."
@@ -141,7 +141,7 @@ def gram(x:Tensor)->Tensor: # (batch, T, T) float64
 
 def gram_norms(
     a:Tensor, b:Tensor, # (batch, T, T) float64, Gram matrices of inputs and of output gradients
-    features:int, # n, of both together
+    features:int, # m, of both together
     like:Tensor, # Whose dtype the gradients have
 )->Tensor: # (batch,)
     "Squared norms from Gram matrices (@eq-gram)."
@@ -162,7 +162,7 @@ CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cach
 def linear_rank_one(layer, slots, a, b):
     "One vector per sample (Goodfellow 2015)."
     if a.dim()>2: return linear_matrices(layer, slots, a, b) # chosen on a batch of vectors, and now there are positions
-    return Part("weight", squares(a)*squares(b), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
+    return Part("weight", (squares(a)*squares(b)).add_(least(b.dtype)), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
 
 def linear_gram(layer, slots, a, b):
     "Several positions, by Gram matrices (Li et al. 2022)."
@@ -390,7 +390,8 @@ KERNELS = {
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #042fb860
 def kernels_of(layer:nn.Module)->dict: # Name -> kernel
     "Every way for this kind of layer, Opacus's sampler the last."
-    return {**KERNELS.get(type(layer), {}), "opacus": opacus_rows}
+    known = {name: kernel for name, kernel in KERNELS.get(type(layer), {}).items() if name!="gram_product" or layer.groups==1}
+    return {**known, "opacus": opacus_rows}
 
 def candidates(layer, slots, a, b)->list: # Names in `kernels_of(layer)`
     "The ways worth timing on this batch."

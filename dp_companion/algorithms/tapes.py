@@ -68,7 +68,7 @@ def forward(self:Tape, module, args, kwargs):
         if is_looked_at(self.passes): self.look(module, args, kwargs)
         self.passes += 1
         return self.record(module, args, kwargs)
-    return part_of(module(*map(one_row, args), **{k: one_row(x) for k, x in kwargs.items()}), slice(0, 0)) # Not every module takes no rows
+    return part_of(module(*map(one_row, args), **{k: one_row(x) for k, x in kwargs.items()}), slice(0, 0), 1) # Not every module takes no rows
 
 @patch
 def look(self:Tape, module, args, kwargs):

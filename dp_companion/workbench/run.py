@@ -132,6 +132,7 @@ def step(
     images, labels = (x[indices].to(run.device) for x in (run.data.train_images, run.data.train_labels))
     groups = labels if getattr(run.step.clip_rule, "needs_groups", False) else None
     report = run.step(run.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
+    if report.noise_multiplier != noise_multiplier: raise RuntimeError(f"applied noise multiplier must equal the accounted {noise_multiplier}, got {report.noise_multiplier}; this run certifies nothing")
     check_step(report, run.step.clip_rule, run.bounds, len(run.ledger) - 1)
     if run.following: run.following.see(signal_of(run, report))
     run.lr.step()

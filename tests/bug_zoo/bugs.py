@@ -179,7 +179,7 @@ ZOO = [
     Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
-        (Patch(private_step, "check_buffers", "name not in now or not torch.equal(now[name], value)", "False"),)),
+        (Patch(private_step, "check_buffers", "name not in now or not is_same(now[name], value)", "False"),)),
     Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
         (Patch(OPTIMIZER, "begin", "self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),))",
                "(MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)"),)),
@@ -193,7 +193,7 @@ ZOO = [
     Bug("late schedule", "The applied multiplier is that of the epoch before.", "loop", APPLIED,
         (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
     Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and takes down the right one.", "run", APPLIED,
-        (Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}"),)),
+        (Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)),)),  # where the trainer does not look itself
     Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
         (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
     Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
