@@ -221,7 +221,7 @@ def schedule_of(
     record:RunRecord, # A run with noise
 )->str: # The same for runs whose noise is alike
     "What a run's attack depends on."
-    return json.dumps([event | {"noise_multiplier": as_chosen(event["noise_multiplier"])} for event in record.budget["events"]])
+    return json.dumps([event | {"noise_multiplier": as_chosen(event["noise_multiplier"])} for event in record.budget["events"]], sort_keys=True)
 
 def refuted(
     records:list, # RunRecords of one accounting, attacked or not
