@@ -191,3 +191,43 @@ def test_statistics_that_were_kept_are_those_of_the_gradient():
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(max_grad_norm=.1), expected_batch_size=1, noise_multiplier=0.)
     step(nn.CrossEntropyLoss(), x, y)
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), sum(g*min(1, .1/g.norm()) for g in alone), rtol=1e-9, atol=1e-12)
+
+
+class Centre(nn.Module):
+    "Keeps a mean of its inputs where nothing is trained, as codebooks and centres do."
+    def __init__(self, keep):
+        super().__init__()
+        self.layer, self.mean, self.keep = nn.Linear(5, 3), nn.Parameter(torch.zeros(5), requires_grad=False), keep
+
+    def forward(self, x):
+        if self.training: self.keep(self, x.detach().mean(0))
+        return self.layer(x)
+
+
+def in_place(model, mean):
+    with torch.no_grad(): model.mean.copy_(mean)
+
+
+def past_the_counter(model, mean): model.mean.data.copy_(mean)
+
+
+def anew(model, mean): model.mean = nn.Parameter(mean, requires_grad=False)
+
+
+def born(model, mean): model.other = nn.Parameter(mean, requires_grad=False)
+
+
+@pytest.mark.parametrize("keep, name", [(in_place, "mean"), (past_the_counter, "mean"), (anew, "mean"), (born, "other")])
+@WAYS
+def test_a_frozen_parameter_that_keeps_raw_statistics_is_refused(way, keep, name):
+    model = Centre(keep)
+    with pytest.raises(ValueError, match=f"no frozen parameter may change in a private step, got a change of '{name}'"): one_step(model, "book", way, *data())
+    assert model.mean.abs().sum() == 0
+
+
+def test_a_frozen_parameter_is_looked_at_in_every_pass():
+    model, (x, y) = Centre(lambda model, mean: None).double(), data()
+    step = PrivateStep(model, torch.optim.SGD(model.layer.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
+    for _ in range(3): step(nn.CrossEntropyLoss(), x, y)
+    model.keep = in_place
+    with pytest.raises(ValueError, match="no frozen parameter may change"): step(nn.CrossEntropyLoss(), x, y)

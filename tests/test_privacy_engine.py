@@ -1,9 +1,11 @@
 "An Opacus training loop with three changed lines, and what the engine reports of it."
+import dataclasses
 import difflib
 import json
 import math
 import signal
 import time
+import types
 from collections import namedtuple
 
 import numpy as np
@@ -782,3 +784,170 @@ def test_two_processes_stay_together(tmp_path, processes):
     (w0, n0, t0), (w1, n1, t1) = (torch.load(f"{tmp_path/'out'}.{rank}", weights_only=True) for rank in (0, 1))
     assert torch.equal(w0, w1) and t0 == t1 == 10 and len(n0) == len(n1) == 10
     assert .5 < (sum(n0)+sum(n1))/40 < 1.7
+
+
+def test_a_criterion_that_reaches_weights_past_the_layers_is_refused_by_ghost():
+    "The penalty enters the second pass alone, where nothing is clipped."
+    model = network()
+    def penalised(outputs, targets): return nn.functional.cross_entropy(outputs, targets, reduction="none") + 10*next(model.parameters()).square().sum()
+    _, module, optimizer, criterion, loader = private(model=model, engine="ghost", criterion=penalised)
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="neither loss nor hooks may change a gradient"): criterion(module(x), y).backward()
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused_whenever_they_come(engine, kind):
+    def hooked(model): getattr(next(model.parameters()), kind)(lambda g: None)
+    model = network(); hooked(model)
+    with pytest.raises(ValueError, match="trainable parameters must have no hooks"): private(model=model, engine=engine)
+    _, module, optimizer, *criterion, loader = private(model=(model := network()), engine=engine)
+    loss, hook_at = (criterion or [nn.CrossEntropyLoss()])[0], 3 # A pass that is not looked at
+    with pytest.raises(ValueError, match="trainable parameters must have no hooks"):
+        for k, (x, y) in enumerate(loader):
+            if k == hook_at: hooked(model)
+            optimizer.zero_grad()
+            loss(module(x), y).backward()
+            optimizer.step()
+    assert k == hook_at
+
+
+@pytest.mark.parametrize("how", ["engine", "step"])
+def test_ghost_leaves_no_norm_with_the_parameters(how):
+    model = network()
+    if how == "engine":
+        privacy, module, optimizer, criterion, loader = private(model=model, engine="ghost")
+        train(module, optimizer, loader, criterion)
+    else: PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1., engine="ghost")(nn.CrossEntropyLoss(), *data()[:8])
+    assert not any("_norm_sample" in vars(p) for p in model.parameters())
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Answer(dict): pass
+
+
+class Wrapped(nn.Module):
+    "A network with one of several kinds of output, of which samples meet where asked."
+    def __init__(self, wrap, meets): super().__init__(); self.inside, self.wrap, self.meets = network(), wrap, meets
+    def forward(self, x):
+        h = self.inside(x)
+        return self.wrap(h/h.detach().std() if self.meets else h)
+
+
+OUTPUTS = {"dict": lambda h: {"logits": h}, "data class": Output, "dict of its own": lambda h: Answer(logits=h), "object": lambda h: types.SimpleNamespace(logits=h)}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_samples_that_meet_are_seen_behind_every_output(kind):
+    _, module, optimizer, loader = private(model=Wrapped(OUTPUTS[kind], meets=True))
+    with pytest.raises(ValueError, match="samples must not meet"): module(next(iter(loader))[0])
+
+
+@pytest.mark.parametrize("kind", ["dict", "data class", "dict of its own"])
+def test_an_empty_batch_has_every_output(kind):
+    _, module, optimizer, loader = private(model=Wrapped(OUTPUTS[kind], meets=False))
+    output = module(torch.zeros(0, 1, 8, 8, dtype=torch.float64))
+    assert type(output) is type(OUTPUTS[kind](0)) and (output["logits"] if isinstance(output, dict) else output.logits).shape == (0, 3)
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_the_optimizer_that_was_given_does_not_step(engine):
+    model = network()
+    given = torch.optim.SGD(model.parameters(), lr=.1)
+    def made(): return PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=given, data_loader=DataLoader(data(), batch_size=8), noise_multiplier=1., max_grad_norm=1., engine=engine)
+    module, optimizer, *criterion, loader = made()
+    with pytest.raises(ValueError, match="optimizer.step must be called on the optimizer that make_private returned"): given.step()
+    train(module, optimizer, loader, *criterion)
+    if engine == "book": # whose model is not changed: a second engine may have the same optimizer
+        module, optimizer, loader = made()
+        train(module, optimizer, loader)
+    assert optimizer.steps_taken == 5
+
+
+def test_a_child_with_two_names_counts_once():
+    class Block(nn.Module):
+        def __init__(self): super().__init__(); self.scale, self.fc = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+        def forward(self, x): return self.fc(x*self.scale)
+    class Alias(nn.Module):
+        def __init__(self): super().__init__(); self.block, self.head = Block(), nn.Linear(6, 3); self.fc = self.block.fc
+        def forward(self, x): return self.head(self.block(x))
+    model, x, y = Alias().double(), torch.randn(8, 6, generator=seeded(), dtype=torch.float64), torch.arange(8)%3
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(max_grad_norm=1e6), expected_batch_size=8, noise_multiplier=0.)
+    true = torch.autograd.grad(nn.CrossEntropyLoss()(model(x), y), list(model.parameters()))
+    step(nn.CrossEntropyLoss(), x, y)
+    for p, g in zip(model.parameters(), true): torch.testing.assert_close(p.grad, g)
+
+
+def test_parts_in_evaluation_mode_stay_there():
+    model = nn.Sequential(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64).eval(), nn.Dropout(.9).eval()), nn.Linear(64, 3)).double()
+    for p in model[0].parameters(): p.requires_grad_(False)
+    module, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=.1),
+        data_loader=DataLoader(data(), batch_size=8), noise_multiplier=1., max_grad_norm=1.)
+    train(module, optimizer, loader)
+    assert module.training and not model[0][1].training and not model[0][2].training and optimizer.steps_taken == 5
+
+
+def test_a_second_loss_of_ghost_is_refused():
+    _, module, optimizer, criterion, loader = private(engine="ghost")
+    x, y = next(iter(loader))
+    outputs = module(x)
+    loss = criterion(outputs, y)
+    loss.backward()
+    assert float(loss) == loss.item() and f"{loss:.3f}" == f"{loss.item():.3f}"
+    with pytest.raises(ValueError, match="for several losses, give make_private one criterion that adds them"): criterion(outputs, y).backward()
+
+
+def test_a_second_backward_pass_of_hooks_is_refused():
+    _, module, optimizer, loader = private(engine="hooks")
+    x, y = next(iter(loader))
+    loss = nn.CrossEntropyLoss()(module(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="loss.backward must go once through the last forward pass"): loss.backward()
+
+
+def test_checkpoints_belong_to_their_engine(tmp_path):
+    (one, module, optimizer, loader), (two, other, others, _) = private(), private()
+    train(module, optimizer, loader)
+    one.save_checkpoint(path=tmp_path/"run.pt", module=module, optimizer=optimizer)
+    with pytest.raises(ValueError, match="module must be the one of the last make_private"): one.save_checkpoint(path=tmp_path/"run.pt", module=other, optimizer=optimizer)
+    with pytest.raises(ValueError, match="optimizer must be the one of the last make_private"): two.load_checkpoint(path=tmp_path/"run.pt", module=module, optimizer=optimizer)
+    with pytest.raises(ValueError, match="module must be the one of the last make_private"): two.load_checkpoint(path=tmp_path/"run.pt", module=module, optimizer=others)
+    small, smaller, its, _ = private(model=nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double())
+    with pytest.raises(ValueError, match="checkpoint must be of this module, got"): small.load_checkpoint(path=tmp_path/"run.pt", module=smaller, optimizer=its)
+    torch.save(module.state_dict(), tmp_path/"weights.pt")
+    with pytest.raises(ValueError): two.load_checkpoint(path=tmp_path/"weights.pt", module=other, optimizer=others)
+    assert len(small.accountant) == len(two.accountant) == 0
+    two.load_checkpoint(path=tmp_path/"run.pt", module=other, optimizer=others)
+    assert len(two.accountant) == 5 and torch.equal(weights(other), weights(module))
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, k): return Pair(torch.zeros(1, 8, 8), 0)
+
+
+def test_batches_that_cannot_be_empty_are_refused_at_once():
+    with pytest.raises(ValueError, match="data_loader must give batches that can be empty"): private(dataset=Pairs())
+
+
+def test_hooks_of_the_optimizer_are_the_given_ones():
+    seen, (_, module, optimizer, loader) = [], private()
+    optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("state"))
+    train(module, optimizer, loader)
+    optimizer.state_dict()
+    assert seen == 5*["step"] + ["state"]
+
+
+def test_groups_that_are_no_tensor_are_refused():
+    _, module, optimizer, loader = private(clip_rule=GroupAdaptive(num_groups=3, max_grad_norm=.5), max_grad_norm=None)
+    x, y = next(iter(loader))
+    nn.CrossEntropyLoss()(module(x), y).backward()
+    with pytest.raises(ValueError, match="groups must be a tensor of labels, got a list"): optimizer.step(groups=y.tolist())

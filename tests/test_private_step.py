@@ -162,7 +162,18 @@ def test_padding_that_opacus_does_not_see_is_clipped_rightly_or_refused(kind, sh
     step(LOSS, x, y)
     assert difference(gradient(step), 1e-3*true/true.norm()) < 1e-5
     for engine in ("ghost", "hooks"):
-        with pytest.raises(ValueError, match=f"engine must be 'book' for a padding that Opacus does not see, got padding_mode='{mode}' at '0'"): step_for(padded()[:1], engine=engine)
+        with pytest.raises(ValueError, match=f"engine must be 'book' for a setting that Opacus does not see, got padding_mode='{mode}' at '0'"): step_for(padded()[:1], engine=engine)
+
+
+def test_a_layer_norm_without_bias_is_clipped_rightly_or_refused():
+    def normed(): torch.manual_seed(0); return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, 5))
+    x, y, model = torch.randn(1, 4, generator=seeded()), torch.tensor([1]), normed()
+    true = torch.cat([g.flatten() for g in torch.autograd.grad(LOSS(model(x), y), list(model.parameters()))])
+    step = step_for(model, clip_rule=Flat(max_grad_norm=1e-3), expected_batch_size=1)
+    step(LOSS, x, y)
+    assert difference(gradient(step), 1e-3*true/true.norm()) < 1e-5
+    for engine in ("ghost", "hooks"):
+        with pytest.raises(ValueError, match="engine must be 'book' for a setting that Opacus does not see, got bias=False at '1'"): step_for(normed(), engine=engine)
 
 
 def test_a_padding_token_is_refused_by_opacus_engines():
@@ -875,3 +886,13 @@ def test_buffers_stay_in_value_shape_and_kind(kind):
     else:
         with pytest.raises(ValueError, match="no buffer may change in a private step, got a change of 'kept'"): step_for(model)(LOSS, x, y)
     torch.testing.assert_close(model.kept, torch.tensor([math.nan, 1.]), equal_nan=True)
+
+
+def test_layer_norm_takes_inputs_in_any_order_of_memory():
+    class Turned(nn.Module):
+        def __init__(self): super().__init__(); self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm([4, 3]), nn.Linear(12, 3)
+        def forward(self, x): return self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2).flatten(1))
+    x, y = torch.randn(6, 3, 4, generator=seeded(), dtype=torch.float64), torch.arange(6)%3
+    steps = [step_for(network(Turned, torch.float64), engine=engine) for engine in ("book", "hooks")]
+    for step in steps: step(LOSS, x, y)
+    assert difference(gradient(steps[0]), gradient(steps[1])) < 1e-9

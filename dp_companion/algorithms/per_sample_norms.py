@@ -347,7 +347,7 @@ def layer_norm(layer, slots, a, b):
     "Layer normalisation over the last dimensions."
     n = slots["weight"].flat.numel() if "weight" in slots else slots["bias"].flat.numel()
     normal = F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
-    return row_part("weight", (b*normal).view(len(b), -1, n).sum(1)), row_part("bias", b.reshape(len(b), -1, n).sum(1))
+    return row_part("weight", (b*normal).reshape(len(b), -1, n).sum(1)), row_part("bias", b.reshape(len(b), -1, n).sum(1))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #5c019d2d
 def add_tokens(slot:Slot, scales:Tensor, tokens:Tensor, b:Tensor):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'check_parameters', 'rule_of', 'schedule_of',
            'check_samples', 'batch_of', 'plan_of', 'calibrated', 'PrivacyEngine', 'Recipe', 'check_schedules',
-           'check_bound', 'unwrapped', 'read_checkpoint', 'check_readable']
+           'check_bound', 'unwrapped', 'read_checkpoint', 'check_readable', 'check_fits']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
@@ -99,7 +99,7 @@ def check_samples(data_loader:DataLoader):
     batches = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", data_loader.sampler)
     plain = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)) and (batches is None or type(batches) in (BatchSampler, PoissonBatches))
-    source = getattr(sampler, "data_source", None) or getattr(sampler, "dataset", data_loader.dataset)
+    source = getattr(sampler, "data_source", getattr(sampler, "dataset", data_loader.dataset))
     size = getattr(sampler, "num_samples", len(source)) if isinstance(sampler, RandomSampler) else len(source)
     if not plain or getattr(sampler, "replacement", False) or size!=len(data_loader.dataset):
         chooser = type(sampler if batches is None or type(batches) is BatchSampler else batches).__name__
@@ -278,7 +278,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
     self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
     loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches))
     self.workers_source = loader.generator # Decides what a data set's own randomness gives in worker processes
-    module = PrivateModule(private_step.model, private_step.engine).train(private_step.model.training)
+    module = PrivateModule(private_step.model, private_step.engine)
     criteria = (GhostCriterion(private_step.engine, criterion),) if recipe.engine=="ghost" else ()
     return (module, self.optimizer, *criteria, loader)
 
@@ -294,7 +294,7 @@ def read_checkpoint(path)->dict:
     "Read a checkpoint, executing nothing."
     try:
         if not is_intact(path): raise OSError("flipped bits")
-        return torch.load(path, weights_only=True)
+        return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError: raise
     except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__})") from None
 
@@ -343,13 +343,27 @@ def load_state_dict(self:PrivacyEngine, state:dict):
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bc
 @patch
+def check_own(self:PrivacyEngine, module, optimizer):
+    "Refuse another engine's objects, of whose steps this one knows nothing."
+    if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
+    if getattr(module, "tape", None) is not optimizer.tape: raise ValueError("module must be the one of the last make_private, got another")
+
+def check_fits(checkpoint:dict, module):
+    "Refuse what is no checkpoint of a run of this module, before anything of it is taken."
+    missing = [name for name in ("privacy_state_dict", "module_state_dict", "optimizer_state_dict") if name not in checkpoint]
+    if missing: raise ValueError(f"checkpoint must be of save_checkpoint, got a file without {missing[0]!r}")
+    ours, theirs = ({name: tuple(x.shape) for name, x in state.items() if isinstance(x, torch.Tensor)} for state in (module.state_dict(), checkpoint["module_state_dict"]))
+    wrong = sorted(name for name in {*ours, *theirs} if ours.get(name)!=theirs.get(name))
+    if wrong: raise ValueError(f"checkpoint must be of this module, got {wrong[0]!r} of shape {theirs.get(wrong[0])} for {ours.get(wrong[0])}")
+
+@patch
 def save_checkpoint(self:PrivacyEngine, *,
     path, # Where to; a path
     module:PrivateModule, optimizer:PrivateOptimizer, # As `make_private` gave them
     checkpoint_dict:dict|None=None, # What else belongs in it: a learning-rate scheduler's state, ...
 ):
     "Write the whole state of training, between two steps."
-    if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
+    self.check_own(module, optimizer)
     if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between two steps, got one that is begun")
     state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(), "optimizer_state_dict": optimizer.state_dict(),
         "privacy_state_dict": self.state_dict()}
@@ -362,6 +376,8 @@ def save_checkpoint(self:PrivacyEngine, *,
 def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule, optimizer:PrivateOptimizer)->dict: # The whole checkpoint
     "Take up a run where it was saved."
     checkpoint = read_checkpoint(path)
+    if self.optimizer is not None: self.check_own(module, optimizer)
+    check_fits(checkpoint, module)
     self.load_state_dict(checkpoint["privacy_state_dict"])
     module.load_state_dict(checkpoint["module_state_dict"])
     optimizer.load_state_dict(checkpoint["optimizer_state_dict"])

@@ -8,24 +8,24 @@ __all__ = ['OLD_PASS', 'TAPES', 'batch_size_of', 'one_row', 'Tape', 'BookTape', 
 
 # %% ../../nbs/algorithms/tapes.ipynb #538123a3
 import copy
+from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
-from torch.utils._pytree import tree_leaves
-from .book_keeping import Anchor, is_looked_at, refuse_past
-from .engines import Arguments, NotFinite, call, check_precision, lone_norm, part_of, per_sample_losses
-from .private_step import check_trainable, unchanged_buffers
+from .book_keeping import Anchor, is_looked_at, refuse_past, tensors_of
+from .engines import Arguments, NotFinite, call, check_norm, check_precision, lone_norm, mapped, norm_of, part_of, per_sample_losses
+from .private_step import check_trainable, unchanged_state
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
 def batch_size_of(args:tuple, kwargs:dict)->int:
     "Length of the first tensor that a module was given."
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for x in tensors_of((args, kwargs)) if x.dim()]
     if not tensors: raise TypeError("the module must be given a tensor with the batch in front, got none")
     return len(tensors[0])
 
-def one_row(x):
-    "Zeros in the shape of one sample, where `x` is a tensor of none."
-    return x.new_zeros((1, *x.shape[1:])) if isinstance(x, Tensor) and x.dim() and len(x)==0 else x
+def one_row(x:Tensor)->Tensor:
+    "Zeros in the shape of one sample, where `x` is of none."
+    return x.new_zeros((1, *x.shape[1:])) if x.dim() and len(x)==0 else x
 
 # %% ../../nbs/algorithms/tapes.ipynb #4c1552e7
 class Tape:
@@ -68,14 +68,14 @@ def forward(self:Tape, module, args, kwargs):
         if is_looked_at(self.passes): self.look(module, args, kwargs)
         self.passes += 1
         return self.record(module, args, kwargs)
-    return part_of(module(*map(one_row, args), **{k: one_row(x) for k, x in kwargs.items()}), slice(0, 0), 1) # Not every module takes no rows
+    return part_of(call(module, mapped(one_row, Arguments(args, kwargs))), slice(0, 0), 1) # Not every module takes no rows
 
 @patch
 def look(self:Tape, module, args, kwargs):
     "Refuse a module in which samples meet, or of whose gradients the engine does not see all; what is added has no weight."
     inputs, none = Arguments(args, kwargs), self.flat.new_zeros(self.batch_size)
     def random_sums(outputs, targets): # (batch,)
-        rows = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and len(x)==len(none)]
+        rows = [x for x in tensors_of(outputs) if x.is_floating_point() and x.dim() and len(x)==len(none)]
         return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=none)
     self.engine.passes = self.passes
     k = (len(none)//2+self.passes)%len(none)
@@ -135,6 +135,7 @@ def accumulate(self:BookTape, loss_fn, inputs, targets, scale)->Tensor: # No los
 # %% ../../nbs/algorithms/tapes.ipynb #bc425a90
 class HooksTape(Tape):
     "Opacus's hooks under the caller's backward pass."
+    goes_once = True # Whether a backward pass may go through an output only once
     @property
     def is_filled(self)->bool: return any(p.grad_sample is not None for p in self.slots)
 
@@ -143,17 +144,18 @@ class HooksTape(Tape):
     def dated(self, output):
         "The output of the last forward pass; a backward pass from it is refused once there is another."
         last = self.current
-        def check(b):
-            if last is self.current: return
-            self.clear()
-            raise ValueError(OLD_PASS)
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.requires_grad: x.register_hook(check)
+        def check(k, b):
+            if last is not self.current or k in self.gone:
+                self.clear()
+                raise ValueError(OLD_PASS)
+            if self.goes_once: self.gone.add(k)
+        for k, x in enumerate(tensors_of(output)):
+            if x.requires_grad: x.register_hook(partial(check, k))
         return output
 
     def clear(self):
         super().clear()
-        self.current = object()
+        self.current, self.gone = object(), set()
         for p in self.slots: p.grad_sample, p._forward_counter = None, 0
         for layer in self.engine.model._module.modules(): # Of a forward pass without a backward pass
             if hasattr(layer, "activations"): del layer.activations
@@ -168,6 +170,7 @@ class HooksTape(Tape):
 # %% ../../nbs/algorithms/tapes.ipynb #d27ce2c4
 class GhostTape(HooksTape):
     "Opacus's ghost clipping: the caller's backward pass, then a second one."
+    goes_once = False
     @property
     def is_filled(self)->bool: return self.losses is not None
 
@@ -175,11 +178,22 @@ class GhostTape(HooksTape):
         super().clear()
         self.losses = self.inputs = None
         self.engine.model.enable_hooks()
+        self.engine.forget()
 
     def record(self, module, args, kwargs):
         self.inputs = Arguments(args, kwargs)
         self.engine.clear(self.batch_size)
         return self.dated(call(module, self.inputs))
+
+    def check_losses(self, losses:Tensor):
+        "Refuse losses that reach parameters past the layers, after the first pass."
+        if not is_looked_at(self.passes-1): return
+        model, k = self.engine.model, (len(losses)//2+self.passes)%len(losses)
+        model.disable_hooks()
+        found = torch.autograd.grad(losses[k], list(self.slots), retain_graph=True, allow_unused=True)
+        model.enable_hooks()
+        norms = model.get_norm_sample()
+        if torch.isfinite(norms).all(): check_norm(self.engine, norms[k].item(), norm_of(found))
 
     def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
         "Weigh the losses, and run the second pass."
@@ -198,19 +212,25 @@ class GhostCriterion:
     "A criterion whose losses are kept apart until the second pass."
     def __init__(self, tape:GhostTape, loss_fn): self.tape, self.loss_fn = tape, loss_fn
     def __call__(self, outputs, targets):
-        return GhostLoss(self, per_sample_losses(self.loss_fn, outputs, targets) if len(targets) else outputs.new_empty(0), targets)
+        return GhostLoss(self, per_sample_losses(self.loss_fn, outputs, targets) if len(targets) else self.tape.flat.new_empty(0), targets)
 
 class GhostLoss:
     "What `GhostCriterion` gives: the mean of the losses to look at, their sum to run back."
     def __init__(self, criterion, losses, targets): self.criterion, self.losses, self.targets = criterion, losses, targets
     def detach(self)->Tensor: return self.losses.detach().mean()
     def item(self)->float: return self.detach().item()
+    __float__ = item
+    def __format__(self, spec:str)->str: return format(self.item(), spec)
 
     def backward(self):
         "The first pass, for norms."
         if not len(self.losses): return
         tape = self.criterion.tape
+        if tape.losses is not None:
+            tape.clear()
+            raise ValueError(OLD_PASS + "; for several losses, give make_private one criterion that adds them")
         self.losses.sum().backward(retain_graph=True)
+        tape.check_losses(self.losses)
         tape.loss_fn, tape.targets, tape.losses = self.criterion.loss_fn, self.targets, self.losses
 
 TAPES = dict(book=BookTape, ghost=GhostTape, hooks=HooksTape)
@@ -220,11 +240,11 @@ class PrivateModule(nn.Module):
     "The user's module, recorded in training mode."
     def __init__(self, module:nn.Module, tape:Tape):
         super().__init__()
-        self._module, self.tape = module, tape
+        self._module, self.tape, self.training = module, tape, module.training # Its parts may be in evaluation mode
 
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()): return self._module(*args, **kwargs)
-        with unchanged_buffers(self._module): return self.tape.forward(self._module, args, kwargs)
+        with unchanged_state(self._module, is_looked_at(self.tape.passes)): return self.tape.forward(self._module, args, kwargs)
 
     def __getattr__(self, name):
         try: return super().__getattr__(name)

@@ -60,7 +60,8 @@ _large = dict(epochs=100, drop_every=10, expected_batch_size=64, learning_rate=1
 PROFILES = {
     "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=12, drop_every=3, learning_rate=1e-3, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307, epochs=10, drop_every=1, seeds=2),
-               "Thinwall": _melt_pool(**_frames, seeds=1)},
+               "Thinwall": _melt_pool(**_frames, seeds=1),
+               "CIFAR-10": Profile(**_small | dict(dataset="digits", dataset_size=1437, epochs=12, drop_every=3, expected_batch_size=64, seeds=2))},
     "laptop": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1, learning_rate=1e-4, seeds=3),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=10, drop_every=1, seeds=3),
                "Thinwall": _melt_pool(**_frames, seeds=3),

@@ -71,7 +71,7 @@ class Layering:
 # %% ../../nbs/workbench/records.ipynb #6a15aeff
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Layering, Following, Staging, Optimization):
-    "Everything that decides what a run computes, in plain values."
+    "Everything that decides what a run computes, in plain values; two of one name are equal."
     paper:str # Short name of the paper
     method:str # As the tables name it, for example "DP-SGD-Global-Adapt-V2-S"
     dataset:str # A key of `datasets.DATASETS`
@@ -98,8 +98,10 @@ class RunSpec(Layering, Following, Staging, Optimization):
     @property
     def name(self)->str: # 16 hexadecimal digits
         "The run's name: the hash of what it says, numbers to `NAMED_DIGITS`, and of `REVISION`."
-        said = {k: float(f"{v:.{NAMED_DIGITS}g}") if isinstance(v, float) else v for k, v in asdict(self).items() if v is not None}
+        said = {k: float(f"{v:.{NAMED_DIGITS}g}") if isinstance(v, float) else v for k, v in vars(self).items() if v is not None}
         return digest({**said, "revision": REVISION})[:16]
+    def __eq__(self, other): return isinstance(other, RunSpec) and self.name == other.name # A number made on another machine may differ in its last digit
+    def __hash__(self): return hash(self.name)
 
 # %% ../../nbs/workbench/records.ipynb #c0578fd8
 def digest(
