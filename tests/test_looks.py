@@ -225,9 +225,13 @@ def test_a_frozen_parameter_that_keeps_raw_statistics_is_refused(way, keep, name
     assert model.mean.abs().sum() == 0
 
 
-def test_a_frozen_parameter_is_looked_at_in_every_pass():
-    model, (x, y) = Centre(lambda model, mean: None).double(), data()
-    step = PrivateStep(model, torch.optim.SGD(model.layer.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
+@pytest.mark.parametrize("kind, keep", [("frozen parameter", in_place), ("buffer", past_the_counter)])
+def test_what_is_not_trained_is_looked_at_in_every_pass(kind, keep):
+    model, (x, y) = Centre(lambda model, mean: None), data()
+    if kind == "buffer":
+        del model.mean
+        model.register_buffer("mean", torch.zeros(5))
+    step = PrivateStep(model.double(), torch.optim.SGD(model.layer.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
     for _ in range(3): step(nn.CrossEntropyLoss(), x, y)
-    model.keep = in_place
-    with pytest.raises(ValueError, match="no frozen parameter may change"): step(nn.CrossEntropyLoss(), x, y)
+    model.keep = keep
+    with pytest.raises(ValueError, match=f"no {kind} may change"): step(nn.CrossEntropyLoss(), x, y)

@@ -356,6 +356,7 @@ def check_fits(checkpoint:dict, module):
     wrong = sorted(name for name in {*ours, *theirs} if ours.get(name)!=theirs.get(name))
     if wrong: raise ValueError(f"checkpoint must be of this module, got {wrong[0]!r} of shape {theirs.get(wrong[0])} for {ours.get(wrong[0])}")
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bd
 @patch
 def save_checkpoint(self:PrivacyEngine, *,
     path, # Where to; a path

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_hooked', 'check_parameter', 'check_own_parameters', 'is_fixed', 'check_layer', 'check_unchanged', 'check_model',
-           'is_same', 'restore', 'check_buffers', 'frozen_parameters', 'check_frozen', 'unchanged_state', 'StepReport',
+           'untrained', 'is_same', 'is_kept', 'restore', 'check_untrained', 'unchanged_state', 'StepReport',
            'check_settings', 'check_trainable', 'check_groups', 'PrivateStep', 'gathered', 'keep_freed_memory']
 
 # %% ../../nbs/algorithms/private_step.ipynb #91f8a8dd
@@ -17,12 +17,10 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.nn.parallel import DistributedDataParallel
-from opacus.grad_sample import GradSampleModule
-from .book_keeping import is_looked_at, own_parameters
+from .book_keeping import has_kernel, is_looked_at, own_parameters
 from .clipping import ClipRule, CountingRule
 from .engines import ENGINES, check_rows, part_of
 from .noise import GaussianNoise
-from .per_sample_norms import KERNELS
 from ..budgets.schedules import _real, _whole
 
 # %% ../../nbs/algorithms/private_step.ipynb #1e13094c
@@ -36,11 +34,11 @@ def check_parameter(name:str, p:nn.Parameter):
 
 def check_own_parameters(name:str, layer:nn.Module):
     "Refuse a module with parameters of its own around what has no gradient by sample."
-    known = type(layer) in KERNELS or type(layer) in GradSampleModule.GRAD_SAMPLERS
-    if known or not own_parameters(layer): return
+    if has_kernel(layer) or not own_parameters(layer): return
     found = [type(m).__name__ for m in layer.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p>0] + [f"the buffer {b!r}" for b, _ in layer.named_buffers()]
     if found: raise ValueError(f"a module with parameters of its own must have neither dropout nor buffers inside, got {found[0]} in {type(layer).__name__} at {name!r}; put those parameters into a module of their own")
 
+# %% ../../nbs/algorithms/private_step.ipynb #1e13094d
 def is_fixed(layer)->bool:
     "Whether batch normalisation goes by statistics that stay, and learns nothing: no sample has a part in another's output."
     return not layer.training and layer.running_mean is not None and not any(p.requires_grad for p in layer.parameters())
@@ -73,59 +71,51 @@ def check_model(model:nn.Module):
         check_layer(name, layer)
         check_unchanged(name, layer)
 
+# %% ../../nbs/algorithms/private_step.ipynb #da423008
+def untrained(model:nn.Module)->dict: # Name -> tensor
+    "Buffers and frozen parameters."
+    return dict(model.named_buffers()) | {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
 def is_same(x:Tensor, y:Tensor)->bool:
-    "Whether two buffers hold the same, NaN where NaN was."
+    "Whether two tensors hold the same, NaN where NaN was."
     return (x.dtype, x.shape)==(y.dtype, y.shape) and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
-def restore(model:nn.Module, name:str, now:Tensor, before:Tensor):
-    "Put one buffer back: in its own memory, which others may share, unless it has another shape or kind."
-    if (now.dtype, now.shape)==(before.dtype, before.shape): now.copy_(before)
-    else: model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = before
+def is_kept(now:Tensor|None, x:Tensor, version:int, value:Tensor|None)->bool:
+    "Whether what had a name before a pass still has it, by value where that is known."
+    if value is None: return now is x and now._version==version
+    return now is not None and is_same(now, value)
 
-def check_buffers(model:nn.Module, before:dict):
-    "Put changed buffers back and name the first."
-    now = dict(model.named_buffers())
-    changed = [name for name, value in before.items() if name not in now or not is_same(now[name], value)]
+def restore(model:nn.Module, name:str, now:Tensor, value:Tensor):
+    "Put a value back: in its own memory, which others may share, unless it has another shape or kind."
+    owner, _, leaf = name.rpartition(".")
+    if (now.dtype, now.shape)==(value.dtype, value.shape): now.copy_(value)
+    else: setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False) if isinstance(now, nn.Parameter) else value)
+
+# %% ../../nbs/algorithms/private_step.ipynb #da423009
+def check_untrained(model:nn.Module, before:dict):
+    "Put back what has changed, as far as its value is known, and name the first."
+    now = untrained(model)
+    changed = [name for name, kept in before.items() if not is_kept(now.get(name), *kept)]
     born = [name for name in now if name not in before and name in model.state_dict()] # What is not saved may be a cache
     for name in changed:
-        if name in now: restore(model, name, now[name], before[name])
+        if name in now and before[name][-1] is not None: restore(model, name, now[name], before[name][-1])
     for name in born: delattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-    if changed or born: raise ValueError(f"no buffer may change in a private step, got a change of {(changed + born)[0]!r}: it holds statistics of the "
-        "raw data, without noise")
-
-def frozen_parameters(
-    model:nn.Module,
-    looks:bool, # Whether to keep their values too, and not only what an ordinary change in place leaves behind
-)->dict: # Name -> (parameter, version, value)
-    "What is not trained."
-    return {name: (p, p._version, p.detach().clone() if looks else None) for name, p in model.named_parameters() if not p.requires_grad}
-
-def check_frozen(model:nn.Module, before:dict):
-    "Put changed frozen parameters back, as far as their values were kept, and name the first."
-    now = frozen_parameters(model, looks=False)
-    def is_kept(q, p, version, value): return q is p and q._version==version and (value is None or is_same(q.detach(), value))
-    changed = [name for name, kept in before.items() if not is_kept(now.get(name, [None])[0], *kept)]
-    for name in changed:
-        (p, _, value), (owner, _, leaf) = before[name], name.rpartition(".")
-        if value is not None: p.data = value
-        setattr(model.get_submodule(owner), leaf, p)
-    found = changed + sorted(now.keys()-before.keys())
-    if found: raise ValueError(f"no frozen parameter may change in a private step, got a change of {found[0]!r}: it holds statistics of the raw data, without noise")
+    for name in changed + born:
+        kind = "frozen parameter" if isinstance(now.get(name, before.get(name, [None])[0]), nn.Parameter) else "buffer"
+        raise ValueError(f"no {kind} may change in a private step, got a change of {name!r}: it holds statistics of the raw data, without noise")
 
 @contextmanager
 def unchanged_state(
     model:nn.Module,
     looks:bool=True, # Whether frozen parameters are compared by value
 ):
-    "Let neither buffers nor frozen parameters change inside, not even where what is inside fails."
-    buffers, frozen = {name: x.clone() for name, x in model.named_buffers()}, frozen_parameters(model, looks)
+    "Let nothing that is not trained change inside, not even where what is inside fails."
+    before = {name: (x, x._version, x.detach().clone() if looks or not isinstance(x, nn.Parameter) else None) for name, x in untrained(model).items()}
     try: yield
     except BaseException:
-        for check, before in ((check_buffers, buffers), (check_frozen, frozen)):
-            with suppress(ValueError): check(model, before)
+        with suppress(ValueError): check_untrained(model, before)
         raise
-    check_buffers(model, buffers)
-    check_frozen(model, frozen)
+    check_untrained(model, before)
 
 # %% ../../nbs/algorithms/private_step.ipynb #ef6b9b21
 @dataclass(frozen=True, kw_only=True)

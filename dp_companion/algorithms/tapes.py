@@ -141,18 +141,6 @@ class HooksTape(Tape):
 
     def record(self, module, args, kwargs): return self.dated(module(*args, **kwargs))
 
-    def dated(self, output):
-        "The output of the last forward pass; a backward pass from it is refused once there is another."
-        last = self.current
-        def check(k, b):
-            if last is not self.current or k in self.gone:
-                self.clear()
-                raise ValueError(OLD_PASS)
-            if self.goes_once: self.gone.add(k)
-        for k, x in enumerate(tensors_of(output)):
-            if x.requires_grad: x.register_hook(partial(check, k))
-        return output
-
     def clear(self):
         super().clear()
         self.current, self.gone = object(), set()
@@ -166,6 +154,20 @@ class HooksTape(Tape):
         self.engine.optimizer.clip_and_accumulate()
         self.engine.add_gradients()
         return self.flat.new_empty(0)
+
+# %% ../../nbs/algorithms/tapes.ipynb #bc425a91
+@patch
+def dated(self:HooksTape, output):
+    "The output of the last forward pass; a backward pass from it is refused once there is another."
+    last = self.current
+    def check(k, b):
+        if last is not self.current or k in self.gone:
+            self.clear()
+            raise ValueError(OLD_PASS)
+        if self.goes_once: self.gone.add(k)
+    for k, x in enumerate(tensors_of(output)):
+        if x.requires_grad: x.register_hook(partial(check, k))
+    return output
 
 # %% ../../nbs/algorithms/tapes.ipynb #d27ce2c4
 class GhostTape(HooksTape):
@@ -185,16 +187,6 @@ class GhostTape(HooksTape):
         self.engine.clear(self.batch_size)
         return self.dated(call(module, self.inputs))
 
-    def check_losses(self, losses:Tensor):
-        "Refuse losses that reach parameters past the layers, after the first pass."
-        if not is_looked_at(self.passes-1): return
-        model, k = self.engine.model, (len(losses)//2+self.passes)%len(losses)
-        model.disable_hooks()
-        found = torch.autograd.grad(losses[k], list(self.slots), retain_graph=True, allow_unused=True)
-        model.enable_hooks()
-        norms = model.get_norm_sample()
-        if torch.isfinite(norms).all(): check_norm(self.engine, norms[k].item(), norm_of(found))
-
     def accumulate(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
         "Weigh the losses, and run the second pass."
         model, losses = self.engine.model, self.losses
@@ -206,6 +198,18 @@ class GhostTape(HooksTape):
         (scales*losses).sum().backward()
         self.engine.add_gradients()
         return losses.detach()
+
+# %% ../../nbs/algorithms/tapes.ipynb #d27ce2c5
+@patch
+def check_losses(self:GhostTape, losses:Tensor):
+    "Refuse losses that reach parameters past the layers, after the first pass."
+    if not is_looked_at(self.passes-1): return
+    model, k = self.engine.model, (len(losses)//2+self.passes)%len(losses)
+    model.disable_hooks()
+    found = torch.autograd.grad(losses[k], list(self.slots), retain_graph=True, allow_unused=True)
+    model.enable_hooks()
+    norms = model.get_norm_sample()
+    if torch.isfinite(norms).all(): check_norm(self.engine, norms[k].item(), norm_of(found))
 
 # %% ../../nbs/algorithms/tapes.ipynb #24a87d4e
 class GhostCriterion:

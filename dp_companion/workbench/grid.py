@@ -194,7 +194,7 @@ def of_profile(
 )->list: # Those of its methods and sizes, in their order
     "The records of a profile's own runs, without the runs of its sweeps."
     usual = {m: {"optimizer": "adamw", "lr_scheduler": "one_cycle", **method_values(profile, m, **changes)} for m in METHODS}
-    return [r for r in records if r.spec.method in usual and all(getattr(r.spec, k) == v for k, v in usual[r.spec.method].items())]
+    return [r for r in records if r.spec.method in usual and r.spec.says(usual[r.spec.method])]
 
 # %% ../../nbs/workbench/grid.ipynb #0bd008d5
 def run_grid(

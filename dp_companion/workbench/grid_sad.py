@@ -85,7 +85,7 @@ def runs_of(
 )->list: # Those of one cell
     "The runs of a method at a target and a size."
     asked = sad_values(profile, method, **changes)
-    return [r for r in records if r.spec.target_epsilon == target_epsilon and all(getattr(r.spec, k) == v for k, v in asked.items())]
+    return [r for r in records if r.spec.target_epsilon == target_epsilon and r.spec.says(asked)]
 
 def not_run(
     records:list, # RunRecords of paper sad

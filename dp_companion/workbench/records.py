@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['REVISION', 'NAMED_DIGITS', 'ACCOUNTINGS', 'DECAYS', 'SIGNALS', 'WORDS', 'LAYER_BELOW', 'LISTED', 'PACKAGES',
-           'Optimization', 'Staging', 'Following', 'Layering', 'RunSpec', 'digest', 'check_spec', 'check_layer',
-           'spec_from_dict', 'write_json', 'RunRecord', 'record_path', 'read_record', 'find_record', 'commit',
-           'provenance']
+           'Optimization', 'Staging', 'Following', 'Layering', 'RunSpec', 'digest', 'as_named', 'check_spec',
+           'check_layer', 'spec_from_dict', 'write_json', 'RunRecord', 'record_path', 'read_record', 'find_record',
+           'commit', 'provenance']
 
 # %% ../../nbs/workbench/records.ipynb #ddd48ca3
 import hashlib
@@ -17,6 +17,7 @@ import subprocess
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
+from fastcore.basics import patch
 from ..files import write_whole
 from ..published import PAPERS
 
@@ -95,12 +96,7 @@ class RunSpec(Layering, Following, Staging, Optimization):
     seed:int # Of weights, sampling and noise, which get a stream each
 
     def __post_init__(self): check_spec(self)
-    @property
-    def name(self)->str: # 16 hexadecimal digits
-        "The run's name: the hash of what it says, numbers to `NAMED_DIGITS`, and of `REVISION`."
-        said = {k: float(f"{v:.{NAMED_DIGITS}g}") if isinstance(v, float) else v for k, v in vars(self).items() if v is not None}
-        return digest({**said, "revision": REVISION})[:16]
-    def __eq__(self, other): return isinstance(other, RunSpec) and self.name == other.name # A number made on another machine may differ in its last digit
+    def __eq__(self, other): return isinstance(other, RunSpec) and self.name == other.name
     def __hash__(self): return hash(self.name)
 
 # %% ../../nbs/workbench/records.ipynb #c0578fd8
@@ -109,6 +105,24 @@ def digest(
 )->str: # 64 hexadecimal digits
     "SHA-256 of the canonical JSON text of `content`."
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+# %% ../../nbs/workbench/records.ipynb #c0578fd9
+def as_named(value):
+    "A value of a spec as its name has it: a number made on another machine may differ in its last digits."
+    return float(f"{value:.{NAMED_DIGITS}g}") if isinstance(value, float) else value
+
+@patch(as_prop=True)
+def name(self:RunSpec)->str: # 16 hexadecimal digits
+    "The run's name: the hash of what it says, numbers to `NAMED_DIGITS`, and of `REVISION`."
+    said = {k: as_named(v) for k, v in vars(self).items() if v is not None}
+    return digest({**said, "revision": REVISION})[:16]
+
+@patch
+def says(self:RunSpec,
+    values:dict, # Names of fields to their values
+)->bool:
+    "Whether a run is of these values, numbers to `NAMED_DIGITS`."
+    return all(as_named(getattr(self, name)) == as_named(value) for name, value in values.items())
 
 # %% ../../nbs/workbench/records.ipynb #4f285ce1
 def _require(ok, name, condition, value):

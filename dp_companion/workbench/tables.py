@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CELL', 'STANDS_FOR', 'STANDS_FOR_OF', 'HEADINGS', 'NOT_RUN', 'read_records', 'reference_of', 'metric_of',
-           'as_chosen', 'row_of', 'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'short_name',
-           'for_print', 'headline', 'standing', 'differences', 'above_all', 'in_words', 'schedule_of', 'refuted',
-           'provenance_line', 'made_with']
+           'row_of', 'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'short_name', 'for_print',
+           'headline', 'standing', 'differences', 'above_all', 'in_words', 'schedule_of', 'refuted', 'provenance_line',
+           'made_with']
 
 # %% ../../nbs/workbench/tables.ipynb #5d2a3c60
 import json
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 import pandas as pd
 from ..published import load
-from .paired import best_of_others, compared, counted, listed
-from .records import LISTED, RunRecord, provenance, read_record
+from .paired import best_of_others, compared, counted, least, listed
+from .records import LISTED, RunRecord, as_named, provenance, read_record
 
 # %% ../../nbs/workbench/tables.ipynb #0484299a
 def read_records(
@@ -48,12 +48,6 @@ def metric_of(
     return math.nan if value is None else factor*value
 
 # %% ../../nbs/workbench/tables.ipynb #639aac0c
-def as_chosen(
-    sigma:float|None, # A noise multiplier; None without noise
-)->float|None:
-    "To the digits in which an accountant chooses it: two choices for one schedule differ beyond them."
-    return None if sigma is None else float(f"{sigma:.6g}")
-
 def row_of(
     record:RunRecord, # One run
     metric:str="accuracy", # As for `metric_of`
@@ -62,7 +56,7 @@ def row_of(
     spec, budget = record.spec, record.budget
     certified = {f"certified_{name}": budget["certified"].get(name, {"epsilon": math.inf})["epsilon"] for name in ("rdp", "pld")}
     return {"paper": spec.paper, "dataset": spec.dataset, "method": spec.method, "accounting": spec.accounting, "target_epsilon": spec.target_epsilon, "delta": spec.delta,
-            "noise_multiplier": as_chosen(spec.noise_multiplier), "value": metric_of(record, metric), "claimed": budget["claimed"]["epsilon"] if budget["claimed"] else math.nan,
+            "noise_multiplier": as_named(spec.noise_multiplier), "value": metric_of(record, metric), "claimed": budget["claimed"]["epsilon"] if budget["claimed"] else math.nan,
             **{name: float(e) for name, e in certified.items()}, "empirical": budget["empirical"]["epsilon"] if budget["empirical"] else math.nan}
 
 # %% ../../nbs/workbench/tables.ipynb #dc5f91b5
@@ -197,15 +191,11 @@ def above_all(
     records:list, # As for `standing`
     ours:str, # A method
     others:tuple, # Methods; `ours` may be one of them
-    words:dict, # Verdict to what is said for it, the worst first
 )->dict: # Target epsilon to what is said, for `in_words`
-    "The worst that a method is against others; where it is above those that ran, the claim is open while one did not."
-    found = {m: standing(records, ours, m) for m in others if m != ours}
-    def said(target):
-        worst = min((of[target][0] for of in found.values() if target in of), key=list(words).index)
-        missing = [short_name(m) for m, of in found.items() if target not in of]
-        return f"open, without runs of {listed(missing)}" if missing and worst.endswith("above") else words[worst]
-    return {target: (said(target),) for target in sorted(set().union(*found.values()))}
+    "Whether a method's accuracy is above that of all others, target by target."
+    def at(target): return {short_name(m): [r for r in records if (r.spec.method, r.spec.target_epsilon) == (m, target)] for m in dict.fromkeys((ours, *others))}
+    found = {target: least(at(target), short_name(ours), lambda r: -metric_of(r, "accuracy")) for target in sorted({r.spec.target_epsilon for r in records})}
+    return {target: (said,) for target, (said, _) in found.items() if said}
 
 def in_words(
     found:dict, # From `standing` or `above_all`
@@ -221,7 +211,7 @@ def schedule_of(
     record:RunRecord, # A run with noise
 )->str: # The same for runs whose noise is alike
     "What a run's attack depends on."
-    return json.dumps([event | {"noise_multiplier": as_chosen(event["noise_multiplier"])} for event in record.budget["events"]], sort_keys=True)
+    return json.dumps([event | {"noise_multiplier": as_named(event["noise_multiplier"])} for event in record.budget["events"]], sort_keys=True)
 
 def refuted(
     records:list, # RunRecords of one accounting, attacked or not

@@ -179,7 +179,7 @@ ZOO = [
     Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
-        (Patch(private_step, "check_buffers", "name not in now or not is_same(now[name], value)", "False"),)),
+        (Patch(private_step, "is_kept", "now is not None and is_same(now, value)", "True"),)),
     Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
         (Patch(OPTIMIZER, "begin", "self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),))",
                "(MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)"),)),
