@@ -1,7 +1,7 @@
 "Audits: bounds that hold, canaries that come near, and an engine that stays under what is certified for it."
 import json
 import math
-import resource
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -119,11 +119,6 @@ def audited(name, sigma, draws, seed, confidence, kind="random", engine="book"):
     return canaries.audit_step(rule_named(name), noise_multiplier=sigma, delta=DELTA, draws=draws, seed=seed, confidence=confidence, kind=kind, engine=engine).epsilon
 
 
-def cpu_seconds():
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def in_two_processes(jobs):
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool: return list(pool.map(audited, *zip(*jobs)))
 
@@ -161,18 +156,40 @@ def test_v2_s_as_printed_is_refuted(setting, draws, least):
     assert least < found.epsilon <= certify(events, delta=DELTA, accountants=("rdp",))["rdp"].epsilon
 
 
+def ordinary_step():
+    "One step of the audited model without privacy: what this machine can do."
+    import torch
+    model = canaries.Directions()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=1e-3), torch.ones(1 + canaries.BYSTANDERS, sum(canaries.LAYERS))
+    def step():
+        optimizer.zero_grad()
+        canaries.output_sum(model(batch), None).mean().backward()
+        optimizer.step()
+    return step
+
+
+@pytest.mark.parametrize("name", ["flat", "global_adapt_v2"])
+def test_a_draw_costs_at_most_fifteen_ordinary_steps(name):
+    "Then the six audits of the next test take 3 minutes of two cores where an ordinary step takes 0.2 ms of one."
+    audit = canaries.CanaryStep(rule_named(name))
+    works, times = (lambda: audit(True, 1.), ordinary_step()), ([], [])
+    for _ in range(9):
+        for work, found in zip(works, times):
+            start = time.process_time()
+            for _ in range(60): work()
+            found.append(time.process_time() - start)
+    print(f"{np.median(times[0])/np.median(times[1]):.1f} ordinary steps")
+    assert np.median(times[0]) <= 15*np.median(times[1]) # the first rounds, which look at samples, are not the median
+
+
 @pytest.mark.slow
 def test_tightness():
-    "At least 80 % of the certified epsilon from 10,000 draws, within 3 minutes of each of two cores."
+    "At least 80 % of the certified epsilon from 10,000 draws."
     cases = [(target, name) for target in (1, 4, 8) for name in ("flat", "global_adapt_v2")]
     sigma = {target: 1/epsilon_to_mu(target, delta=DELTA) for target, _ in cases}
-    start = cpu_seconds()
     found = in_two_processes([(name, sigma[target], 10_000, seed, .95) for seed, (target, name) in enumerate(cases)])
-    seconds = (cpu_seconds() - start)/2
     for (target, name), epsilon in zip(cases, found): print(f"{name}: certified {certified_step(name, sigma[target]):.4f}, empirical {epsilon:.4f}")
-    print(f"{seconds:.0f} s on each of two cores")
     for (target, name), epsilon in zip(cases, found): assert .8*certified_step(name, sigma[target]) <= epsilon
-    assert seconds < 180
 
 
 @pytest.mark.slow
