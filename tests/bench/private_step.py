@@ -140,6 +140,13 @@ def processor():
     return found[0] if found else platform.processor() or platform.machine()
 
 
+def rates():
+    "Billions of operations a second in one large product of matrices and in one convolution with as many: on some processors the library knows faster instructions for the one than for the other."
+    x, w, a, b = torch.randn(32, 64, 32, 32), torch.randn(64, 64, 3, 3), torch.randn(64, 32*1024), torch.randn(32*1024, 576)
+    with torch.no_grad(): _, fastest = medians({"product": lambda: a @ b, "convolution": lambda: nn.functional.conv2d(x, w, padding=1)}, repeats=20, warm_up=3)
+    return {name: round(2e-9*a.numel()*b.shape[1]/seconds) for name, seconds in fastest.items()}
+
+
 def memory(name):
     "Peak memory of the ordinary and of the private step, each in a process of its own."
     command = [sys.executable, __file__, "--peak"]
@@ -179,7 +186,7 @@ def main():
         print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, {found['ratios']}; of the least times {found['lowest']}", flush=True)
         if args.kernels: print(found["kernels"], flush=True)
     if args.json:
-        content = dict(processor=processor(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__, opacus=version("opacus"), threads=args.threads,
+        content = dict(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), rates=rates(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__, opacus=version("opacus"), threads=args.threads,
                        freed_memory_kept=not args.default_memory, medians_of=args.steps, rounds=args.rounds, rows=rows, memory={name: memory(name) for name in ("mnist-64", "mnist-256")})
         write_whole(args.json, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
