@@ -1,5 +1,6 @@
 "HAM10000 in its published layout, on small files made here: reading, faults, the split, the leak, the cache, and the numbers of the imbalance."
 import csv
+import json
 import os
 import shutil
 from collections import Counter, defaultdict
@@ -276,6 +277,13 @@ def test_real_table():
         leaks = sum(row["lesion_id"] in trained for row, out in zip(rows, test) if out)
         assert leaks == nonprivate_leak(table["units"], test).sum() and (leaks == 0) == (by == "lesion")
         print(f"by {by}: {leaks} of {test.sum()} test images")
+
+
+def test_committed_page_is_of_the_real_table(root):
+    "Executed where the table is not at hand, the page shows a made one, and says so; that is not what a reader should find."
+    cells = json.loads((root/"nbs"/"workbench"/"ham10000.ipynb").read_text(encoding="utf-8"))["cells"]
+    shown = json.dumps([cell.get("outputs", []) for cell in cells])
+    assert "HAM10000, by image" in shown and "SYNTHETIC table" not in shown
 
 
 @pytest.mark.data
