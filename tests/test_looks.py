@@ -235,3 +235,79 @@ def test_what_is_not_trained_is_looked_at_in_every_pass(kind, keep):
     for _ in range(3): step(nn.CrossEntropyLoss(), x, y)
     model.keep = keep
     with pytest.raises(ValueError, match=f"no {kind} may change"): step(nn.CrossEntropyLoss(), x, y)
+
+
+def hooked(function): # Of the first layer's activation
+    def forward(model, x):
+        h = model.first(x).relu()
+        if h.requires_grad: h.register_hook(function)
+        return model.last(h)
+    return lambda: Net(forward)
+
+
+SIZES = {"clamped": lambda g: g.clamp(-1e-3, 1e-3), "normalised": lambda g: g/(g.norm(dim=-1, keepdim=True)+1e-12), "signed": torch.sign}
+
+
+@WAYS
+@pytest.mark.parametrize("size", SIZES)
+def test_a_backward_pass_that_goes_by_size_is_refused_by_ghost(way, size):
+    "Its scales go through a second pass, which would not keep them; the others clip what came out."
+    with pytest.raises(ValueError, match="the backward pass must be linear with engine='ghost'"): one_step(hooked(SIZES[size])(), "ghost", way, *data())
+    for engine in ("book", "hooks"): assert one_step(hooked(SIZES[size])(), engine, way, *data()).norm() <= N*(1+1e-9)
+
+
+@pytest.mark.parametrize("how", ["outputs", "losses"])
+def test_the_criterion_of_ghost_is_looked_at(how):
+    "Outputs (batch, 1) beside targets (batch,) become a table, and a detached mean of the batch is a part of every loss."
+    def relative(outputs, targets):
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        return losses/losses.detach().mean()
+    x, y = data()
+    model = (nn.Linear(5, 1) if how == "outputs" else nn.Linear(5, 3)).double()
+    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine="ghost",
+        data_loader=DataLoader(TensorDataset(x, y.double() if how == "outputs" else y), batch_size=N), criterion=nn.MSELoss() if how == "outputs" else relative)
+    inputs, targets = next(iter(made[3]))
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): made[2](made[0](inputs), targets).backward()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_criterion_of_ghost_must_see_the_whole_batch(rows):
+    "One loss would be multiplied by the sum of all scales."
+    x, y = data()
+    model = nn.Linear(5, 3).double()
+    module, _, criterion, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+        engine="ghost", data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    inputs, targets = next(iter(loader))
+    with pytest.raises(ValueError, match=f"criterion must be given the whole batch .* got {rows} losses for {N} samples"): criterion(module(inputs)[:rows], targets[:rows]).backward()
+
+
+@ENGINES
+@WAYS
+def test_a_hook_on_a_layer_s_own_output_is_a_part_of_its_gradient(engine, way):
+    "A reversal of the gradient: the layer in front of it must go the other way."
+    def forward(model, x):
+        h = model.first(x)
+        if h.requires_grad: h.register_hook(torch.neg)
+        return model.last(h)
+    x, y = data()
+    torch.manual_seed(0)
+    model = Net(forward).double()
+    F.cross_entropy(model(x/1e3), y, reduction="sum").backward()
+    wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
+    norms = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(row[None]/1e3), label[None]), list(model.parameters()))]).norm() for row, label in zip(x, y)]
+    assert max(norms) < 1 # Nothing is clipped
+    model.zero_grad()
+    torch.testing.assert_close(one_step(model, engine, way, x/1e3, y), wanted, rtol=1e-6, atol=1e-9)
+
+
+@ENGINES
+def test_a_buffer_that_changes_without_gradients_is_refused(engine):
+    "Accuracy on the training images, taken in training mode."
+    x, y = data()
+    model = nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True), nn.Flatten(), nn.Linear(10, 3)).double().eval()
+    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine=engine,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    before = model[0].running_mean.clone()
+    made[0].train()
+    with torch.no_grad(), pytest.raises(ValueError, match="no buffer may change in a private step, got a change of '0.running_mean'"): made[0](x[:, :, None].expand(-1, -1, 2))
+    assert torch.equal(model[0].running_mean, before)

@@ -951,3 +951,49 @@ def test_groups_that_are_no_tensor_are_refused():
     x, y = next(iter(loader))
     nn.CrossEntropyLoss()(module(x), y).backward()
     with pytest.raises(ValueError, match="groups must be a tensor of labels, got a list"): optimizer.step(groups=y.tolist())
+
+
+def test_schedules_stay_as_they_were_paid_for():
+    "A schedule in the place of another, or one whose value at a step depends on the others, would spend more than the target."
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Ramp(StepDecay.__mro__[-2]):
+        def factor(self, index): return 1 - .7*index/max(index[-1], 1)
+    target = dict(method="make_private_with_epsilon", target_epsilon=2., target_delta=1e-3, epochs=4)
+    _, _, optimizer, _ = private(noise_schedule=Constant(initial=1.), **target)
+    for name in ("noise_schedule", "bound_schedule"):
+        with pytest.raises(ValueError, match=f"{name} must be set by an argument of make_private"): setattr(optimizer, name, Constant(initial=.5))
+    with pytest.raises(ValueError, match="noise_schedule must give every epoch one value"): private(noise_schedule=Ramp(initial=1.), **target)
+
+
+def test_a_pickled_module_has_nothing_of_the_batch():
+    import pickle
+    _, module, _, loader = private()
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(module(x), y).backward()
+    written = pickle.dumps(module)
+    assert x.numpy().tobytes()[:64] not in written and type(pickle.loads(written)) is type(module._module)
+
+
+def test_a_loss_of_ghost_is_run_back_as_it_is():
+    _, module, _, criterion, loader = private(engine="ghost")
+    x, y = next(iter(loader))
+    loss = criterion(module(x), y)
+    for use in (lambda: loss*.5, lambda: loss/2, lambda: sum([loss]), lambda: loss < 3, lambda: -loss):
+        with pytest.raises(TypeError, match="the loss of engine='ghost' must be run back as it is"): use()
+
+
+def test_a_checkpoint_of_other_groups_is_refused_before_anything_is_taken(tmp_path):
+    def grouped(*parts):
+        torch.manual_seed(0)
+        model, privacy = flat_network(), PrivacyEngine(secure_mode=False)
+        parameters = list(model.parameters())
+        groups = [dict(params=parameters[a:b]) for a, b in parts]
+        return privacy, *privacy.make_private(module=model, optimizer=torch.optim.SGD(groups, lr=.1), data_loader=DataLoader(flat_data(), batch_size=8), noise_multiplier=1., max_grad_norm=1.)
+    n = len(list(flat_network().parameters()))
+    privacy, module, optimizer, loader = grouped((0, n))
+    train(module, optimizer, loader)
+    privacy.save_checkpoint(path=tmp_path/"one.pt", module=module, optimizer=optimizer)
+    privacy, module, optimizer, _ = grouped((0, 1), (1, n))
+    before = weights(module).clone()
+    with pytest.raises(ValueError, match=rf"checkpoint must be of an optimizer with parameters in groups of \[1, {n-1}\], got \[{n}\]"): privacy.load_checkpoint(path=tmp_path/"one.pt", module=module, optimizer=optimizer)
+    assert len(privacy.accountant) == 0 and torch.equal(weights(module), before)

@@ -896,3 +896,33 @@ def test_layer_norm_takes_inputs_in_any_order_of_memory():
     steps = [step_for(network(Turned, torch.float64), engine=engine) for engine in ("book", "hooks")]
     for step in steps: step(LOSS, x, y)
     assert difference(gradient(steps[0]), gradient(steps[1])) < 1e-9
+
+
+@pytest.mark.parametrize("name, value", [("clip_rule", Flat(max_grad_norm=100.)), ("expected_batch_size", 1)])
+def test_what_the_noise_is_for_stays_until_the_step_is_over(name, value):
+    model, x, y = nn.Linear(4, 3), torch.randn(4, 4), torch.arange(4)%3
+    step = step_for(model)
+    step.begin()
+    step.accumulate(LOSS, x[:2], y[:2])
+    setattr(step, name, value)
+    with pytest.raises(ValueError, match="clip_rule and expected_batch_size must stay from begin to finish"): step.accumulate(LOSS, x[2:], y[2:])
+
+
+def test_group_norm_takes_vectors_in_any_order_of_memory():
+    class Turned(nn.Module):
+        def __init__(self): super().__init__(); self.first, self.norm, self.last = nn.Linear(4, 6), nn.GroupNorm(2, 6), nn.Linear(6, 3)
+        def forward(self, x): return self.last(self.norm(self.first(x).T.contiguous().T))
+    x, y = torch.randn(6, 4, generator=seeded(), dtype=torch.float64), torch.arange(6)%3
+    steps = [step_for(network(Turned, torch.float64), engine=engine) for engine in ("book", "hooks")]
+    for step in steps: step(LOSS, x, y)
+    assert difference(gradient(steps[0]), gradient(steps[1])) < 1e-9
+
+
+def test_a_loop_that_seeds_torch_again_draws_no_noise_twice():
+    model, empty = nn.Linear(4, 3), (torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
+    step, drawn = step_for(model), []
+    for _ in range(2):
+        torch.manual_seed(7)
+        step(LOSS, *empty, noise_multiplier=1.)
+        drawn.append(gradient(step))
+    assert not torch.equal(*drawn) and drawn[0].norm() > 0

@@ -224,7 +224,8 @@ def tap(self:Book, name, layer, args, kwargs, output):
     self.uses.update(self.layer_slots[name].values())
     version = args[0]._version
     if not output.requires_grad: output = Anchor.apply(output, self.anchor)
-    output.register_hook(lambda b: self.write(name, held.pop(), version, b))
+    at = output.output_nr # The layer's own step back comes after whatever hooks its output is given
+    output.grad_fn.register_prehook(lambda b: None if b[at] is None else self.write(name, held.pop(), version, b[at]))
     return output
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #6db3f7c8

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'AT_ONCE', 'ZEROS', 'key_stream', 'random_bits_', 'spread_', 'box_muller_', 'in_blocks', 'gaussian_',
-           'GaussianNoise']
+           'seeded_by_torch', 'GaussianNoise']
 
 # %% ../../nbs/algorithms/noise.ipynb #c58db7a8
 import os
@@ -89,6 +89,12 @@ def gaussian_(
     return out
 
 # %% ../../nbs/algorithms/noise.ipynb #88b3c5b1
+def seeded_by_torch(
+    source:torch.Generator|None=None, # None for torch's own, which `torch.manual_seed` decides
+)->torch.Generator:
+    "A generator of its own, which another decides."
+    return torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=source)))
+
 @dataclass(frozen=True, kw_only=True)
 class GaussianNoise:
     "A source of Gaussian noise, seeded for experiments or secure for release."

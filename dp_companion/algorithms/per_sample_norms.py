@@ -323,7 +323,8 @@ def conv_gram_product(layer, slots, a, b):
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #1bd290c2
 def affine_parts(normal:Tensor, b:Tensor)->tuple: # Parts
     "Rows for a weight and a bias of every channel; both (batch, channels, ...)."
-    return row_part("weight", (b*normal).flatten(2).sum(2)), row_part("bias", b.flatten(2).sum(2))
+    def over_positions(x): return x.reshape(*x.shape[:2], -1).sum(2)
+    return row_part("weight", over_positions(b*normal)), row_part("bias", over_positions(b))
 
 def grouped_norm(layer, a, b, groups:int):
     "Rows for the affine parameters of a normalisation over channel groups."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'check_parameters', 'rule_of', 'schedule_of',
-           'check_samples', 'batch_of', 'plan_of', 'calibrated', 'PrivacyEngine', 'Recipe', 'check_schedules',
-           'check_bound', 'unwrapped', 'read_checkpoint', 'check_readable', 'check_fits']
+           'check_samples', 'batch_of', 'plan_of', 'check_pointwise', 'calibrated', 'PrivacyEngine', 'Recipe',
+           'check_schedules', 'check_bound', 'unwrapped', 'read_checkpoint', 'check_readable', 'check_fits']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from .clipping import ClipRule, CountingRule, Flat, clip_rule as named_rule
-from .noise import GaussianNoise
-from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, poisson_loader, seeded_by_torch
+from .noise import GaussianNoise, seeded_by_torch
+from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, poisson_loader
 from .private_step import PrivateStep
 from .tapes import TAPES, GhostCriterion, PrivateModule
 from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
@@ -119,6 +119,12 @@ def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)-
     return PoissonPlan(dataset_size=len(data_loader.dataset), expected_batch_size=b, epochs=epochs)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #bf42b15b
+def check_pointwise(schedule:Schedule, plan:PoissonPlan):
+    "Refuse a schedule whose value at a step depends on how many others are asked for: it would not be followed as it was paid for."
+    values = schedule.values(plan.steps if schedule.unit=="step" else plan.epochs)
+    wrong = next((t for t in (0, len(values)//2, len(values)-1) if schedule.at(t)!=values[t]), None)
+    if wrong is not None: raise ValueError(f"noise_schedule must give every {schedule.unit} one value, got {schedule.at(wrong)} and {values[wrong]} at {wrong}; its factor must go by the single index")
+
 def calibrated(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
@@ -129,6 +135,7 @@ def calibrated(
     accountant:str="pld", # Whose epsilon is to meet the target
 )->Schedule: # The same shape from the multiplier that was found
     "A noise schedule whose run spends at most the target; never overshoots."
+    check_pointwise(schedule, plan)
     target = dict(target_epsilon=target_epsilon, delta=delta)
     start = calibrate(schedule, plan, accountant=accountant, **target)
     def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
@@ -348,13 +355,16 @@ def check_own(self:PrivacyEngine, module, optimizer):
     if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
     if getattr(module, "tape", None) is not optimizer.tape: raise ValueError("module must be the one of the last make_private, got another")
 
-def check_fits(checkpoint:dict, module):
-    "Refuse what is no checkpoint of a run of this module, before anything of it is taken."
+def check_fits(checkpoint:dict, module, optimizer):
+    "Refuse what is no checkpoint of a run of this module and optimizer, before anything of it is taken."
     missing = [name for name in ("privacy_state_dict", "module_state_dict", "optimizer_state_dict") if name not in checkpoint]
     if missing: raise ValueError(f"checkpoint must be of save_checkpoint, got a file without {missing[0]!r}")
     ours, theirs = ({name: tuple(x.shape) for name, x in state.items() if isinstance(x, torch.Tensor)} for state in (module.state_dict(), checkpoint["module_state_dict"]))
     wrong = sorted(name for name in {*ours, *theirs} if ours.get(name)!=theirs.get(name))
     if wrong: raise ValueError(f"checkpoint must be of this module, got {wrong[0]!r} of shape {theirs.get(wrong[0])} for {ours.get(wrong[0])}")
+    groups = [[len(g["params"]) for g in state["param_groups"]] for state in (optimizer.state_dict(), checkpoint["optimizer_state_dict"])]
+    if groups[0]!=groups[1]: raise ValueError(f"checkpoint must be of an optimizer with parameters in groups of {groups[0]}, got {groups[1]}")
+
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bd
 @patch
@@ -378,7 +388,7 @@ def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule, optimizer
     "Take up a run where it was saved."
     checkpoint = read_checkpoint(path)
     if self.optimizer is not None: self.check_own(module, optimizer)
-    check_fits(checkpoint, module)
+    check_fits(checkpoint, module, optimizer)
     self.load_state_dict(checkpoint["privacy_state_dict"])
     module.load_state_dict(checkpoint["module_state_dict"])
     optimizer.load_state_dict(checkpoint["optimizer_state_dict"])

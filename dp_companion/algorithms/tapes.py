@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['OLD_PASS', 'TAPES', 'batch_size_of', 'one_row', 'Tape', 'BookTape', 'HooksTape', 'GhostTape', 'GhostCriterion',
-           'GhostLoss', 'PrivateModule']
+           'GhostLoss', 'refuse_arithmetic', 'PrivateModule']
 
 # %% ../../nbs/algorithms/tapes.ipynb #538123a3
 import copy
+import operator
 from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import Anchor, is_looked_at, refuse_past, tensors_of
-from .engines import Arguments, NotFinite, call, check_norm, check_precision, lone_norm, mapped, norm_of, part_of, per_sample_losses
+from .engines import Arguments, NotFinite, call, check_norm, check_precision, gradients, is_alone, lone_norm, mapped, norm_of, part_of, per_sample_losses
 from .private_step import check_trainable, unchanged_state
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -201,12 +202,13 @@ class GhostTape(HooksTape):
 
 # %% ../../nbs/algorithms/tapes.ipynb #d27ce2c5
 @patch
-def check_losses(self:GhostTape, losses:Tensor):
-    "Refuse losses that reach parameters past the layers, after the first pass."
+def check_losses(self:GhostTape, losses:Tensor, losses_of, outputs, targets):
+    "Refuse losses that depend on other samples, or reach parameters past the layers, after the first pass."
     if not is_looked_at(self.passes-1): return
     model, k = self.engine.model, (len(losses)//2+self.passes)%len(losses)
+    is_alone(self.engine, losses_of, outputs, targets, k)
     model.disable_hooks()
-    found = torch.autograd.grad(losses[k], list(self.slots), retain_graph=True, allow_unused=True)
+    found = gradients(self.engine, losses[k])
     model.enable_hooks()
     norms = model.get_norm_sample()
     if torch.isfinite(norms).all(): check_norm(self.engine, norms[k].item(), norm_of(found))
@@ -216,11 +218,12 @@ class GhostCriterion:
     "A criterion whose losses are kept apart until the second pass."
     def __init__(self, tape:GhostTape, loss_fn): self.tape, self.loss_fn = tape, loss_fn
     def __call__(self, outputs, targets):
-        return GhostLoss(self, per_sample_losses(self.loss_fn, outputs, targets) if len(targets) else self.tape.flat.new_empty(0), targets)
+        return GhostLoss(self, self.losses_of(outputs, targets) if len(targets) else self.tape.flat.new_empty(0), outputs, targets)
+    def losses_of(self, outputs, targets)->Tensor: return per_sample_losses(self.loss_fn, outputs, targets) # (batch,)
 
 class GhostLoss:
     "What `GhostCriterion` gives: the mean of the losses to look at, their sum to run back."
-    def __init__(self, criterion, losses, targets): self.criterion, self.losses, self.targets = criterion, losses, targets
+    def __init__(self, criterion, losses, outputs, targets): self.criterion, self.losses, self.outputs, self.targets = criterion, losses, outputs, targets
     def detach(self)->Tensor: return self.losses.detach().mean()
     def item(self)->float: return self.detach().item()
     __float__ = item
@@ -233,11 +236,16 @@ class GhostLoss:
         if tape.losses is not None:
             tape.clear()
             raise ValueError(OLD_PASS + "; for several losses, give make_private one criterion that adds them")
+        if len(self.losses)!=tape.batch_size: raise ValueError(f"criterion must be given the whole batch of the last forward pass in training mode, got {len(self.losses)} losses for {tape.batch_size or 'no'} samples")
         self.losses.sum().backward(retain_graph=True)
-        tape.check_losses(self.losses)
+        tape.check_losses(self.losses, self.criterion.losses_of, mapped(Tensor.detach, self.outputs), self.targets)
         tape.loss_fn, tape.targets, tape.losses = self.criterion.loss_fn, self.targets, self.losses
 
 TAPES = dict(book=BookTape, ghost=GhostTape, hooks=HooksTape)
+
+def refuse_arithmetic(self, *other): raise TypeError("the loss of engine='ghost' must be run back as it is, got arithmetic with it; put it into the criterion, and use loss.item() to look")
+for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "lt", "gt", "le", "ge"): setattr(GhostLoss, f"__{name}__", refuse_arithmetic)
+
 
 # %% ../../nbs/algorithms/tapes.ipynb #0d759adc
 class PrivateModule(nn.Module):
@@ -247,8 +255,9 @@ class PrivateModule(nn.Module):
         self._module, self.tape, self.training = module, tape, module.training # Its parts may be in evaluation mode
 
     def forward(self, *args, **kwargs):
-        if not (self.training and torch.is_grad_enabled()): return self._module(*args, **kwargs)
-        with unchanged_state(self._module, is_looked_at(self.tape.passes)): return self.tape.forward(self._module, args, kwargs)
+        is_step = self.training and torch.is_grad_enabled()
+        with unchanged_state(self._module, is_step and is_looked_at(self.tape.passes)):
+            return self.tape.forward(self._module, args, kwargs) if is_step else self._module(*args, **kwargs)
 
     def __getattr__(self, name):
         try: return super().__getattr__(name)
@@ -259,6 +268,8 @@ class PrivateModule(nn.Module):
     def __deepcopy__(self, memo): # For averages of weights, such as torch.optim.swa_utils.AveragedModel
         "A copy of the user's module, for evaluation: it is not recorded."
         return copy.deepcopy(self._module, memo)
+
+    def __reduce_ex__(self, protocol): return operator.getitem, ((self._module,), 0) # As a copy: what is recorded is raw
 
     def state_dict(self, *args, **kwargs): return self._module.state_dict(*args, **kwargs)
     def load_state_dict(self, *args, **kwargs): return self._module.load_state_dict(*args, **kwargs)

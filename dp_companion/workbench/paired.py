@@ -29,6 +29,7 @@ def spread_says(
     differences = np.subtract(ours, theirs)
     mean, seeds = float(differences.mean()), len(differences)
     if seeds < 2: return f"on one seed {'above' if mean > 0 else 'below' if mean < 0 else 'level with'}", f"{mean:+.1f}"
+    if np.allclose(differences, mean, rtol=1e-4): return "not told apart from", f"{mean:+.1f} ± unknown" # The same on all seeds, up to the rounding of an accuracy
     half = float(t.ppf(.975, seeds - 1)*differences.std(ddof=1)/math.sqrt(seeds))
     digits = next((d for d in range(1, 6) if abs(mean) <= half or round(abs(mean), d) > round(half, d)), 6) # in which a decided difference looks decided
     return "above" if mean > half else "below" if mean < -half else "not told apart from", f"{mean:+.{digits}f} ± {half:.{digits}f}"

@@ -182,7 +182,7 @@ def differences(
     rows = []
     for ours, theirs in pairs:
         found = standing(records, ours, theirs)
-        cells = {f"ε = {t:g}": "not run yet" for t in targets} | {f"ε = {t:g}": f"{verdict}{'' if theirs else ' ' + short_name(other)}: {gap}" for t, (verdict, other, gap) in found.items()}
+        cells = {f"ε = {t:g}": "not run" for t in targets} | {f"ε = {t:g}": f"{verdict}{'' if theirs else ' ' + short_name(other)}: {gap}" for t, (verdict, other, gap) in found.items()}
         rows.append({"accuracy of": f"{short_name(ours)} against {short_name(theirs) if theirs else 'the highest other'}", **cells})
     return pd.DataFrame(rows)
 
@@ -204,7 +204,7 @@ def in_words(
     "The targets that say the same, together."
     groups = {}
     for target, (verdict, *_) in found.items(): groups.setdefault(words.get(verdict, verdict), []).append(f"{target:g}")
-    return "; ".join(f"{said} at ε = {', '.join(at)}" for said, at in groups.items()) or "not run yet"
+    return "; ".join(f"{said} at ε = {', '.join(at)}" for said, at in groups.items()) or "not run"
 
 # %% ../../nbs/workbench/tables.ipynb #5e5b3da8
 def schedule_of(

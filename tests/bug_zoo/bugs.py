@@ -134,6 +134,7 @@ RAW, COUNTS, STATED = "the rule does not depend on raw norms", "counts have the 
 STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, private_optimizer.PoissonBatches
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
+LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)) # Where the trainer does not look itself
 NO_LOOK = Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)) # The engines see wrong norms themselves
 NO_MEETING = Patch(engines, "lone_norm", "x.nan_to_num(0, 0, 0).any()", "False")
 NO_COPIES = Patch(engines, "is_alone", "not near(first, loss(*copies", "False and not near(first, loss(*copies")
@@ -193,9 +194,11 @@ ZOO = [
     Bug("late schedule", "The applied multiplier is that of the epoch before.", "loop", APPLIED,
         (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
     Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and takes down the right one.", "run", APPLIED,
-        (Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)),)),  # where the trainer does not look itself
+        (LATE_RUN,)),
+    Bug("late schedule, trainer, counts", "The same with a rule that counts, whose counts are a part of every event.", "run, counts", APPLIED,
+        (LATE_RUN,)),
     Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
-        (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
+        (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"), Patch(clipping.ClipRule, "scale", "torch.minimum(self.weight(n, groups), _over(self.sensitivity, n))", "self.weight(n, groups)"))),
     Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
         (Patch(certified, "_composed", "NeighboringRelation[neighbouring_relation.upper()]", "NeighboringRelation.ADD_OR_REMOVE_ONE"),)),
     Bug("threshold of raw norms", "Global-Adapt's threshold is the batch's largest norm.", "step, counts", RAW,
