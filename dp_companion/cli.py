@@ -162,13 +162,13 @@ def run(
 ):
     """Train one run, or find its record.
 
-    A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
+    The file has the fields of dp_companion.workbench.records.RunSpec, as the "spec" of any record.json has. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
     from dp_companion.workbench.records import record_path, spec_from_dict
     from dp_companion.workbench.training import train
     checked = spec_from_dict(_json_object(spec))
     with _waiting(f"run {checked.name}"): record = train(checked, runs)
-    _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final}, as_json)
+    _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final, **_three(record.budget)}, as_json)
 
 # %% ../nbs/cli.ipynb #9b49010a
 @app.command()
@@ -216,14 +216,14 @@ def _layers(record, runs):
 
 # %% ../nbs/cli.ipynb #22331d50
 def _headlines(paper, as_json): # What a paper stands for, attacked
-    from dp_companion.audits.audited_claims import audit_headlines
-    rows = [{"setting": headline.setting, "as printed": headline.is_printed, "unit": headline.unit, **report.to_dict()} for headline, report in audit_headlines(paper)]
+    from dp_companion.audits.audited_claims import audit_headlines, follows
+    rows = [{"setting": headline.setting, "as printed": headline.is_printed, "unit": headline.unit, **report.to_dict(), "verdict": follows(headline, report)} for headline, report in audit_headlines(paper)]
     if as_json: return typer.echo(json.dumps(rows, ensure_ascii=False))
     for row in rows: _say({"setting": f"{row['setting']}, {'as printed' if row['as printed'] else 'with an ε that is certified'}", "unit": row["unit"], **_three(row)}, False)
 
 def _three(budget): # For the eye
     return {"claimed ε": budget["claimed"]["epsilon"] if budget["claimed"] else "none", **{f"certified ε, {name.upper()}": c["epsilon"] for name, c in budget["certified"].items()},
-            f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": budget["empirical"]["epsilon"], "verdict": budget["verdict"]}
+            **({f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": budget["empirical"]["epsilon"]} if budget["empirical"] else {"empirical ε": "not attacked: dp-companion audit"}), "verdict": budget["verdict"]}
 
 # %% ../nbs/cli.ipynb #7f9a3168
 @app.command()
@@ -240,6 +240,7 @@ def tables(
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
     table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if r.spec.method in methods]), item=item)
+    if not as_json: typer.echo(f"Paper global_adapt_v2, {item}, on MNIST; ours on {', '.join(table['dataset'].unique())}. V2 is DP-SGD-Global-Adapt-V2; L, T and S are its linear, time and step decay.\n")
     typer.echo(table.replace(float("inf"), "inf").to_json(orient="records", force_ascii=False) if as_json else for_print(table).to_string(index=False))
 
 # %% ../nbs/cli.ipynb #a03362aa
@@ -274,6 +275,7 @@ def main(
         if not isinstance(error, (ValueError, OSError, ImportError, RuntimeError)) and not hasattr(error, "format_message"): raise
         typer.echo(f"dp-companion: {' '.join(sentence.replace('Value error, ', '').split())}{_got(error, arguments)}", err=True)
         sys.exit(2)
+    if status == 130: typer.echo("dp-companion: stopped; what was finished is kept, and the same command goes on from there", err=True) # Ctrl-C
     sys.exit(status if isinstance(status, int) else 0)
 
 def _got(error, arguments):

@@ -18,7 +18,9 @@ from opacus.layers import DPLSTM
 from scipy import stats
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
+from dp_companion import PrivacyEngine
 from dp_companion.algorithms import book_keeping, engines, per_sample_norms
 from dp_companion.algorithms.clipping import PSAC, AutoS, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
 from dp_companion.algorithms.engines import per_sample_losses
@@ -926,3 +928,79 @@ def test_a_loop_that_seeds_torch_again_draws_no_noise_twice():
         step(LOSS, *empty, noise_multiplier=1.)
         drawn.append(gradient(step))
     assert not torch.equal(*drawn) and drawn[0].norm() > 0
+
+
+class Viewed(nn.Module):
+    "A layer whose output is a view: a part of a larger one, or turned."
+    def __init__(self, kind): super().__init__(); self.layer, self.kind = nn.Linear(6, 8), kind
+    def forward(self, x):
+        y = self.layer(x)
+        return y[..., :5] if self.kind == "part" else y.transpose(1, 2) if self.kind == "turned" else y
+
+
+class InPlace(nn.Module):
+    "Positions, and a change in place of what the layer gave."
+    def __init__(self, layer): super().__init__(); self.layer, self.last = layer, nn.LazyLinear(3)
+    def forward(self, x): return self.last(self.layer(x).tanh_().flatten(1))
+
+
+@pytest.mark.parametrize("way", ["step", "loop"])
+@pytest.mark.parametrize("kind", ["positions", "instance norm", "part", "turned"])
+def test_an_output_that_is_a_view_may_be_changed_in_place(kind, way):
+    "A linear layer's output for positions is one; its way back is another then. Three passes are looked at, the fourth is not."
+    x, y = torch.randn(8, 5, 6, generator=seeded(), dtype=torch.float64), torch.arange(8)%3
+    torch.manual_seed(0)
+    model = InPlace({"positions": lambda: nn.Linear(6, 8), "instance norm": lambda: nn.InstanceNorm1d(5, affine=True)}.get(kind, lambda: Viewed(kind))()).double()
+    LOSS(model(x), y).backward()
+    wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
+    still, options = torch.optim.SGD(model.parameters(), lr=0.), dict(noise_multiplier=1e-12, expected_batch_size=8)
+    if way == "step":
+        step = PrivateStep(model, still, clip_rule=Flat(max_grad_norm=10.), **options)
+        for _ in range(4): step(LOSS, x, y)
+    else:
+        made, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=still, max_grad_norm=10., data_loader=DataLoader(TensorDataset(x, y), batch_size=8), **options)
+        for _ in range(4):
+            for inputs, targets in loader:
+                LOSS(made(inputs), targets).backward()
+                optimizer.step()
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_a_model_may_ask_for_gradients_on_its_way(engine):
+    "Hooks of its own while it trains, as for a map of what it looks at."
+    class Mapped(nn.Module):
+        def __init__(self): super().__init__(); self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        def forward(self, x):
+            h = self.first(x).tanh()
+            if self.training: h.register_hook(lambda b: None)
+            return self.last(h)
+    x, y = torch.randn(8, 6, generator=seeded()), torch.arange(8)%3
+    step = step_for(Mapped(), engine=engine)
+    for _ in range(4): step(LOSS, x, y)
+
+
+class OwnScale(Flat):
+    def scale(self, norms, groups=None): return torch.full_like(norms, 5.)
+
+
+class OwnWeight(Flat):
+    def weight(self, n, groups=None): return torch.full_like(n, 3.)
+
+
+class OwnShape(Flat):
+    def scale(self, norms, groups=None): return torch.ones(1)
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_a_rule_of_one_s_own_is_held_to_its_sensitivity(engine):
+    x, y = 10*torch.randn(8, 4, generator=seeded()), torch.arange(8)%3
+    for rule in (OwnScale(max_grad_norm=.01), OwnWeight(max_grad_norm=.01)):
+        report = step_for(nn.Linear(4, 3), clip_rule=rule, engine=engine)(LOSS, x, y)
+        assert (report.nonprivate_norms*report.nonprivate_scales).max() <= .01*(1+1e-6)
+    with pytest.raises(ValueError, match=r"clip_rule must give one scale a sample, got shape \(1,\) from OwnShape for 8 samples"): step_for(nn.Linear(4, 3), clip_rule=OwnShape(), engine=engine)(LOSS, x, y)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="optimizer must hold the trainable parameters of module and no others, got 2 that it misses and 2 that are not the module's"):
+        PrivateStep(nn.Linear(4, 3), torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8)

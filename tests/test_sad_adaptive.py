@@ -205,3 +205,9 @@ def test_the_grid_of_paper_adaptive_noise_is_certified(tmp_path):
     cells = [(adaptive_values(size, m, epochs=2), "certified" if t else "none", t) for m, t in (("Non-DP", None), ("DP-SGD", 1.), ("Adaptive DP-SGD, by gradient", 1.), ("Adaptive DP-SGD, by loss", 1.))]
     specs = [cell[0] for cell in specs_of(size, cells, runs=tmp_path, workers=1)]
     assert [s.accounting for s in specs] == ["none", "certified", "certified", "certified"] and specs[1].noise_multiplier < min(s.noise_multiplier for s in specs[2:])
+
+
+def test_a_run_does_not_go_on_with_data_of_another_size(digits):
+    "As many steps an epoch may hide the change."
+    fewer = replace(digits, train_images=digits.train_images[:-30], train_labels=digits.train_labels[:-30])
+    with pytest.raises(ValueError, match=f"the data must have the {len(digits.train_labels)} training records that the run began with, got {len(digits.train_labels)-30}"): Run(spec_of(SAD), fewer).load(Run(spec_of(SAD), digits).state())

@@ -62,8 +62,7 @@ def scale(self:ClipRule,
     "Scale of each sample, such that scale*norm <= sensitivity up to rounding."
     dtype = torch.promote_types(norms.dtype, torch.float32)
     limits = torch.finfo(dtype)
-    n = norms.detach().double()
-    scale = torch.minimum(self.weight(n, groups), _over(self.sensitivity, n)).clamp(max=limits.max).to(dtype) # Whatever the formula says
+    scale = self.weight(norms.detach().double(), groups).clamp(max=limits.max).to(dtype)
     usable = torch.isfinite(norms) & (norms >= 0) & (scale >= limits.tiny)
     return torch.where(usable, scale, 0.)
 

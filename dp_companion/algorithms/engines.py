@@ -103,10 +103,10 @@ def norm_of(gradients)->float: return math.hypot(*(g.double().norm().item() for 
 
 def gradients(
     engine, # One of `ENGINES`
-    loss:Tensor, # A number; its graph is kept
+    loss:Tensor, # A number; its graph is kept for a second pass alone, for memory's sake
 )->tuple: # Of the trainable parameters, None where it does not reach one
     "One sample's gradient by ordinary differentiation; an error if the engine's second pass would give another."
-    def times(factor): return torch.autograd.grad(loss, list(engine.slots), torch.full_like(loss, factor), retain_graph=True, allow_unused=True)
+    def times(factor): return torch.autograd.grad(loss, list(engine.slots), torch.full_like(loss, factor), retain_graph=engine.weighs_losses, allow_unused=True)
     found = times(1)
     size = norm_of(found)
     for factor in (2**-10, 2**10) if engine.weighs_losses and size>=1e-30 else ():
@@ -142,7 +142,7 @@ def is_alone(
 )->bool: # False where the same pass does not give the same number again, so that nothing can be said
     "Whether a sample's loss stays where copies of it take the places of the others; an error where it does not."
     def loss(inputs, targets):
-        with torch.no_grad(), looking(engine, None): return losses_of(inputs, targets)[k].double().item()
+        with looking(engine, lambda b: None): return losses_of(inputs, targets)[k].double().item() # With gradients, which a model may ask for on its way
     def near(a, b): return abs(a-b)<=1e-3*(abs(a)+abs(b))+1e-6
     first = loss(inputs, targets)
     if not (math.isfinite(first) and near(first, loss(inputs, targets))): return False

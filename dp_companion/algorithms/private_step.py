@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['is_hooked', 'check_parameter', 'check_own_parameters', 'is_fixed', 'check_layer', 'check_unchanged', 'check_model',
            'untrained', 'is_same', 'is_kept', 'restore', 'check_untrained', 'unchanged_state', 'StepReport',
-           'check_settings', 'check_trainable', 'check_groups', 'PrivateStep', 'gathered', 'keep_freed_memory']
+           'check_settings', 'check_parameters', 'check_trainable', 'check_groups', 'PrivateStep', 'gathered',
+           'keep_freed_memory']
 
 # %% ../../nbs/algorithms/private_step.ipynb #91f8a8dd
 import ctypes
@@ -145,6 +146,12 @@ def check_settings(engine:str, clip_rule, expected_batch_size, max_physical_batc
     if is_distributed and engine!="book": raise ValueError(f"engine must be 'book' under DistributedDataParallel, got engine={engine!r}")
     if isinstance(optimizer, torch.optim.LBFGS): raise ValueError("optimizer must step on one gradient, got LBFGS, which asks for several; use SGD or Adam")
 
+def check_parameters(module:nn.Module, optimizer):
+    "The optimizer's trainable parameters must be the module's."
+    ours, theirs = ({p for p in ps if p.requires_grad} for ps in (module.parameters(), (p for g in optimizer.param_groups for p in g["params"])))
+    if ours!=theirs: raise ValueError(f"optimizer must hold the trainable parameters of module and no others, got {len(ours-theirs)} that it misses and "
+        f"{len(theirs-ours)} that are not the module's; freeze what is not to be trained by requires_grad_(False)")
+
 def check_trainable(model:nn.Module, slots:dict):
     "Refuse a model whose trainable parameters have changed since its step was built."
     now = {p for p in model.parameters() if p.requires_grad}
@@ -179,6 +186,7 @@ class PrivateStep:
         check_settings(engine, clip_rule, expected_batch_size, max_physical_batch_size, self.is_distributed, optimizer)
         self.model = model.module if self.is_distributed else model
         check_model(self.model)
+        check_parameters(self.model, optimizer)
         self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
         self.noise_multiplier, self.max_physical_batch_size = noise_multiplier, max_physical_batch_size
         if generator is None and not secure_noise: generator = seeded_by_torch() # A loop may seed torch's own again, which would draw the same noise twice
@@ -255,12 +263,15 @@ def accumulate(self:PrivateStep,
 # %% ../../nbs/algorithms/private_step.ipynb #dcfc5541
 @patch
 def scales(self:PrivateStep, norms, groups)->Tensor: # (batch,)
-    "The rule's scales, zero where the norm is not finite; draws the noise if that has not been done."
+    "The rule's scales, held to its sensitivity whatever it says, and zero where the norm is not finite; draws the noise if that has not been done."
     extra = () if groups is None else (groups,)
     if self.counts_first and not self.is_counted: self.renew_rule(norms, groups)
     self.draw_noise()
     finite = torch.isfinite(norms)
-    return torch.where(finite, self.clip_rule.scale(norms.masked_fill(~finite, 0), *extra).to(norms.dtype), 0)
+    found = self.clip_rule.scale(norms.masked_fill(~finite, 0), *extra)
+    if found.shape!=norms.shape: raise ValueError(f"clip_rule must give one scale a sample, got shape {tuple(found.shape)} from {type(self.clip_rule).__name__} for {len(norms)} samples")
+    largest = torch.div(torch.tensor(self.sensitivity, dtype=torch.float64), norms.double()) # Rounded once, as the rules are
+    return torch.where(finite, torch.minimum(found.double(), largest).to(norms.dtype), 0)
 
 @patch
 def draw_noise(self:PrivateStep):

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
-from .book_keeping import Anchor, is_looked_at, refuse_past, tensors_of
+from .book_keeping import Anchor, is_looked_at, owned, refuse_past, tensors_of
 from .engines import Arguments, NotFinite, call, check_norm, check_precision, gradients, is_alone, lone_norm, mapped, norm_of, part_of, per_sample_losses
 from .private_step import check_trainable, unchanged_state
 
@@ -114,6 +114,7 @@ class BookTape(Tape):
 def guard(self:BookTape, layer, args, output):
     "Let the backward pass through once, and only while its forward pass is the last."
     if not torch.is_grad_enabled() or not isinstance(output, Tensor): return output
+    output = owned(output)
     if not output.requires_grad: output = Anchor.apply(output, self.engine.book.anchor)
     legal = [self.current]
     def check(b):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SAD_PLAN', 'SAD_DELTA', 'SAD_TARGET', 'LESION_IMAGES', 'ADAPTIVE_PLAN', 'ADAPTIVE_DELTA', 'HEADLINES', 'Headline',
-           'audit_headlines']
+           'audit_headlines', 'epsilon_text', 'three', 'follows']
 
 # %% ../../nbs/audits/audited_claims.ipynb #8c38ffff
 import math
@@ -112,3 +112,18 @@ def audit_headlines(
     "Attack what a paper stands for, as printed and with an epsilon that is certified."
     if paper not in HEADLINES: raise ValueError(f"paper must be one of {', '.join(HEADLINES)}, got paper={paper!r}")
     return [(headline, headline.report(seed)) for headline in tqdm(HEADLINES[paper](), desc=f"attacks on {paper}")]
+
+# %% ../../nbs/audits/audited_claims.ipynb #9ab4ebb1
+def epsilon_text(value)->str: return "none" if value is None or value != value or value == math.inf else f"{value:,.3g}"
+def three(report:BudgetReport)->tuple: return report.claimed.epsilon if report.claimed else math.nan, report.epsilon, report.empirical.epsilon # Claimed, certified, empirical
+
+def follows(
+    headline:Headline, # A reading
+    report:BudgetReport, # Its three epsilons
+)->str: # Sentences
+    "The verdict; of a reading whose epsilon is real, whether it holds, and what the paper's formula would have said of its noise."
+    if headline.is_printed and report.claimed: return report.verdict
+    if headline.is_printed: return f"{report.verdict} Read for a {headline.unit}, {headline.target:g} {'would be refuted: an attack achieves ' if report.empirical.epsilon > headline.target else 'is not reached by the attack: '}{epsilon_text(report.empirical.epsilon)}."
+    claimed, certified, attacked = map(epsilon_text, three(report))
+    held = f"Asked for {headline.target:.3g}, certified for {certified}: it holds."
+    return held + (f" The paper's formula would promise {claimed} for this noise, and an attack that achieves {attacked} refutes it." if report.claimed and report.empirical.epsilon > report.claimed.epsilon else "")

@@ -199,6 +199,12 @@ class BudgetReport:
         "What follows from the three epsilons."
         return verdict_of(_epsilon_of(self.claimed), self.epsilon, _epsilon_of(self.empirical))
 
+    def __str__(self)->str: # A few lines
+        "What a reader wants of it; `repr` has all."
+        bounds = ", ".join(f"{c.epsilon:.4g} by {name.upper()}" for name, c in self.certified.items()) or "nothing"
+        steps = sum(e.steps for e in self.events)
+        return f"Certified ε: {bounds}, at δ = {self.delta:g}, after {steps:,} noisy steps; neighbours: {self.neighbouring_relation.replace('_', ' ')}, one {self.privacy_unit}.\n{self.verdict}"
+
     def to_dict(self)->dict: # Plain JSON values; infinities are the word "inf"
         "The report as JSON values."
         return _plain({f: getattr(self, f) for f in self.__dataclass_fields__} | {"verdict": self.verdict})

@@ -23,7 +23,7 @@ def _real(
     "Return `value` when it is a finite number in (0, `below`)."
     legal = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < below
     condition = "finite and > 0" if below == math.inf else f"in (0, {below:g})"
-    if not legal: raise ValueError(f"{name} must be {condition}, got {name}={value}")
+    if not legal: raise ValueError(f"{name} must be {condition}, got {name}={value if isinstance(value, Real) else repr(value)}")
     return value
 
 # %% ../../nbs/budgets/schedules.ipynb #c904fddc
@@ -34,7 +34,7 @@ def _whole(
 )->int:
     "Return `value` as an int when it is a whole number of at least `least`."
     legal = isinstance(value, Integral) and not isinstance(value, bool) and value >= least
-    if not legal: raise ValueError(f"{name} must be a whole number >= {least}, got {name}={value}")
+    if not legal: raise ValueError(f"{name} must be a whole number >= {least}, got {name}={value if isinstance(value, Real) else repr(value)}")
     return int(value)
 
 # %% ../../nbs/budgets/schedules.ipynb #08232c8a

@@ -35,7 +35,7 @@ from .records import RunRecord, RunSpec, record_path
 from .evaluation import evaluate, finite
 from .planning import cached, check_target, poisson_plan, rule_at
 from .steering import known_rule
-from .run import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
+from .run import Run, check_ledger, check_same_size, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
 # %% ../../nbs/workbench/sanitized.ipynb #76ec65ba
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
@@ -236,6 +236,7 @@ def load(self:SanitizedRun,
     state:dict, # From `state`
 ):
     "Take up a saved state."
+    check_same_size(len(state["counts"]), self.plan.dataset_size)
     if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
     for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
     self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])

@@ -198,7 +198,7 @@ ZOO = [
     Bug("late schedule, trainer, counts", "The same with a rule that counts, whose counts are a part of every event.", "run, counts", APPLIED,
         (LATE_RUN,)),
     Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
-        (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"), Patch(clipping.ClipRule, "scale", "torch.minimum(self.weight(n, groups), _over(self.sensitivity, n))", "self.weight(n, groups)"))),
+        (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
     Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
         (Patch(certified, "_composed", "NeighboringRelation[neighbouring_relation.upper()]", "NeighboringRelation.ADD_OR_REMOVE_ONE"),)),
     Bug("threshold of raw norms", "Global-Adapt's threshold is the batch's largest norm.", "step, counts", RAW,
