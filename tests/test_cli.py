@@ -120,6 +120,8 @@ def test_run_trains_and_is_found(tmp_path, monkeypatch):
     written = record.stat().st_mtime_ns
     second = terminal("run", "spec.json", "--json")
     assert first[0] == 0 and json.loads(first[1]) == json.loads(second[1]) and record.stat().st_mtime_ns == written
+    said = terminal("run", "spec.json")[1] # An accuracy beside three epsilons
+    assert all(f"\n{word}" in said for word in ("test_accuracy ", "claimed ε ", "certified ε, RDP ", "certified ε, PLD ", "empirical ε ", "verdict "))
     record.write_text(record.read_text()[:-40])
     status, out, err = terminal("run", "spec.json")
     assert status == 2 and out == "" and err.count("\n") == 1 and "record must be whole" in err and Path(record).name in err
@@ -181,3 +183,27 @@ def test_reproduce_finds_kept_outputs_wherever_the_runs_lie(root, monkeypatch, t
     kept = [p for p in notebooks.source_notebooks(given["source"]) if is_experiment(p) and is_kept(p)]
     assert kept and given["runs"] == tmp_path
     for p in kept: assert execution_key(p, {name: str(given[name]) for name in ("profile", "runs")}) == execution_key(p, page_parameters(p)), p
+
+
+def test_tables_say_whose_data_and_names_they_have(root):
+    status, out, _ = terminal("tables", "Table 13", "--runs", str(root/"results"/"laptop"), "--profile", "laptop")
+    assert status == 0 and out.startswith("Paper global_adapt_v2, Table 13, on MNIST; ours on mnist. V2 is DP-SGD-Global-Adapt-V2; ")
+
+
+def test_what_is_stopped_says_so(monkeypatch):
+    def stopped(*_, **__): raise KeyboardInterrupt
+    monkeypatch.setattr("dp_companion.budgets.certified.calibrate", stopped)
+    status, out, err = terminal("calibrate", "--target-epsilon", "1", *SETTING)
+    assert (status, out) == (130, "") and "dp-companion: stopped; what was finished is kept, and the same command goes on from there" in err
+
+
+def test_a_reading_whose_epsilon_is_real_is_not_refuted():
+    "Nobody claimed what the paper's formula would say of its noise."
+    from types import SimpleNamespace
+    from dp_companion.audits.audited_claims import Headline, follows
+    from dp_companion.budgets.certified import budget_report
+    from dp_companion.budgets.events import MechanismEvent
+    report = budget_report((MechanismEvent(noise_multiplier=4., sample_rate=.1, steps=10),), delta=1e-5, claimed=SimpleNamespace(epsilon=.01, preconditions=()), empirical=SimpleNamespace(epsilon=.03))
+    said = {is_printed: follows(Headline(paper="", setting="", is_printed=is_printed, target=1., unit="image", budget=None, attack=None), report) for is_printed in (True, False)}
+    assert said[True].startswith("The claim of 0.01 is refuted") and said[False].startswith("Asked for 1, certified for ") and ": it holds." in said[False]
+    assert str(report).startswith(f"Certified ε: {report.certified['rdp'].epsilon:.4g} by RDP, ") and str(report).endswith(report.verdict) and str(report).count("\n") == 1

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SAD_PLAN', 'SAD_DELTA', 'SAD_TARGET', 'LESION_IMAGES', 'ADAPTIVE_PLAN', 'ADAPTIVE_DELTA', 'HEADLINES', 'Headline',
-           'audit_headlines', 'epsilon_text', 'three', 'follows']
+           'audit_headlines', 'three', 'follows']
 
 # %% ../../nbs/audits/audited_claims.ipynb #8c38ffff
 import math
@@ -25,6 +25,7 @@ from ..budgets.stages import Stages, calibrated, sad_claim
 from ..budgets.units import certify_group, clipped_per_unit
 from ..workbench.records import RunSpec
 from ..workbench.sanitized_grid import claim_of, layer_profile, printed_values, real_values
+from ..workbench.tables import epsilon_text
 
 # %% ../../nbs/audits/audited_claims.ipynb #2ee33042
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,6 @@ def audit_headlines(
     return [(headline, headline.report(seed)) for headline in tqdm(HEADLINES[paper](), desc=f"attacks on {paper}")]
 
 # %% ../../nbs/audits/audited_claims.ipynb #9ab4ebb1
-def epsilon_text(value)->str: return "none" if value is None or value != value or value == math.inf else f"{value:,.3g}"
 def three(report:BudgetReport)->tuple: return report.claimed.epsilon if report.claimed else math.nan, report.epsilon, report.empirical.epsilon # Claimed, certified, empirical
 
 def follows(
