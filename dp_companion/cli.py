@@ -9,6 +9,7 @@ __all__ = ['app', 'Decay', 'AccountantName', 'ProfileName', 'DecayFlag', 'RateFl
 
 # %% ../nbs/cli.ipynb #55f33aaf
 import json
+import re
 import sys
 from contextlib import contextmanager
 from enum import Enum
@@ -162,7 +163,7 @@ def run(
 ):
     """Train one run, or find its record.
 
-    The file has the fields of dp_companion.workbench.records.RunSpec, as the "spec" of any record.json has. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
+    The file has the fields of dp_companion.workbench.records.RunSpec, as the "spec" of any record.json has, such as {"paper": "global_adapt_v2", "method": "DP-SGD", "dataset": "digits", "model": "mnist_cnn", "clip_rule": "flat", "noise_multiplier": 1.1, "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64, "seed": 0}. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
     from dp_companion.workbench.records import record_path, spec_from_dict
     from dp_companion.workbench.training import train
@@ -182,7 +183,8 @@ def audit(
     A paper (global_adapt_v2, sad, adaptive_noise, sanitization) is attacked at its own sizes, without training.
     """
     from dp_companion.audits.audited_claims import HEADLINES
-    if spec.suffix != ".json" and (str(spec) in HEADLINES or not spec.exists()): return _headlines(str(spec), as_json)
+    if spec.suffix != ".json" and str(spec) not in HEADLINES and not spec.is_file(): raise ValueError(f"spec must be a JSON file, or a paper: {', '.join(HEADLINES)}; got {spec}")
+    if str(spec) in HEADLINES: return _headlines(str(spec), as_json)
     from dp_companion.workbench.records import record_path
     record, runs = _finished(spec, runs)
     record = _attacked(record, runs, draws)
@@ -222,8 +224,9 @@ def _headlines(paper, as_json): # What a paper stands for, attacked
     for row in rows: _say({"setting": f"{row['setting']}, {'as printed' if row['as printed'] else 'with an ε that is certified'}", "unit": row["unit"], **_three(row)}, False)
 
 def _three(budget): # For the eye
-    return {"claimed ε": budget["claimed"]["epsilon"] if budget["claimed"] else "none", **{f"certified ε, {name.upper()}": c["epsilon"] for name, c in budget["certified"].items()},
-            **({f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": budget["empirical"]["epsilon"]} if budget["empirical"] else {"empirical ε": "not attacked: dp-companion audit"}), "verdict": budget["verdict"]}
+    from dp_companion.workbench.tables import epsilon_text
+    return {"claimed ε": epsilon_text(budget["claimed"]["epsilon"]) if budget["claimed"] else "none", **{f"certified ε, {name.upper()}": epsilon_text(c["epsilon"]) for name, c in budget["certified"].items()},
+            **({f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": epsilon_text(budget["empirical"]["epsilon"])} if budget["empirical"] else {"empirical ε": "not attacked: dp-companion audit"}), "verdict": budget["verdict"]}
 
 # %% ../nbs/cli.ipynb #7f9a3168
 @app.command()
@@ -237,6 +240,7 @@ def tables(
     from dp_companion.published import load
     from dp_companion.workbench.grid import of_profile, profile_named
     from dp_companion.workbench.tables import beside_published, for_print, read_records, summarise
+    if item.isdecimal(): item = f"Table {item}"
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
     table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if r.spec.method in methods]), item=item)
@@ -264,6 +268,10 @@ def data(as_json:JsonFlag=False):
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
 # %% ../nbs/cli.ipynb #dd5c8780
+_TYPED = {"noise_multiplier": "--noise-multiplier", "decay_rate": "--decay-rate", "drop_every": "--drop-every", "expected_batch_size": "--batch-size", "dataset_size": "--dataset-size",
+          "epochs": "--epochs", "target_epsilon": "--target-epsilon", "delta": "--delta", "kind": "--decay"} # a value's name -> its option
+_PLAINLY = {"Input should be a valid integer, unable to parse string as an integer": "must be a whole number, without commas", "Input should be a valid number, unable to parse string as a number": "must be a number"}
+
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line where None
 ):
@@ -273,10 +281,16 @@ def main(
     except Exception as error:
         sentence = error.format_message() if hasattr(error, "format_message") else str(error).strip()
         if not isinstance(error, (ValueError, OSError, ImportError, RuntimeError)) and not hasattr(error, "format_message"): raise
-        typer.echo(f"dp-companion: {' '.join(sentence.replace('Value error, ', '').split())}{_got(error, arguments)}", err=True)
+        typer.echo(f"dp-companion: {_in_flags(' '.join(sentence.replace('Value error, ', '').split()), arguments)}{_got(error, arguments)}", err=True)
         sys.exit(2)
     if status == 130: typer.echo("dp-companion: stopped; what was finished is kept, and the same command goes on from there", err=True) # Ctrl-C
     sys.exit(status if isinstance(status, int) else 0)
+
+def _in_flags(sentence, arguments):
+    "A sentence about a value, in the words of whoever typed it."
+    for said, typed in _TYPED.items() if arguments[:1] in (["budget"], ["calibrate"]) else (): sentence = re.sub(rf"\b{said}(?=[ =])", typed, sentence)
+    for said, instead in _PLAINLY.items(): sentence = sentence.replace(said, instead)
+    return sentence.removesuffix(".") + (f"; see dp-companion {' '.join(arguments[:1])} --help" if sentence.startswith("Missing") else "; put a name with a space in quotes" if "extra argument" in sentence else "")
 
 def _got(error, arguments):
     "The word behind the option that an error is about, where its sentence leaves it out."

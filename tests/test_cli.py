@@ -59,14 +59,14 @@ def test_calibrate_then_budget_never_overshoots():
 
 
 BAD = {
-    "epsilon 0": (["calibrate", "--target-epsilon", "0", *SETTING], "target_epsilon must be"),
-    "negative epsilon": (["calibrate", "--target-epsilon", "-1", *SETTING], "target_epsilon must be"),
-    "delta 0": (["calibrate", "--target-epsilon", "1", *SETTING, "--delta", "0"], "delta must be in (0, 1), got delta=0"),
-    "delta 1": (["budget", "--noise-multiplier", "1", *SETTING, "--delta", "1"], "delta must be in (0, 1), got delta=1"),
-    "batch over n": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "60001"], "expected_batch_size must be"),
-    "batch 0": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "0"], "expected_batch_size must be"),
-    "R 0": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "0"], "decay_rate must be in (0, 1), got decay_rate=0"),
-    "R 1": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "1"], "decay_rate must be in (0, 1), got decay_rate=1"),
+    "epsilon 0": (["calibrate", "--target-epsilon", "0", *SETTING], "--target-epsilon must be"),
+    "negative epsilon": (["calibrate", "--target-epsilon", "-1", *SETTING], "--target-epsilon must be"),
+    "delta 0": (["calibrate", "--target-epsilon", "1", *SETTING, "--delta", "0"], "--delta must be in (0, 1), got --delta=0"),
+    "delta 1": (["budget", "--noise-multiplier", "1", *SETTING, "--delta", "1"], "--delta must be in (0, 1), got --delta=1"),
+    "batch over n": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "60001"], "--batch-size must be"),
+    "batch 0": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "0"], "--batch-size must be"),
+    "R 0": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "0"], "--decay-rate must be in (0, 1), got --decay-rate=0"),
+    "R 1": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "1"], "--decay-rate must be in (0, 1), got --decay-rate=1"),
     "K does not divide E": (["budget", "--noise-multiplier", "1", *SETTING, "--drop-every", "7"], "7"),
     "negative multiplier": (["budget", "--noise-multiplier", "-0.5", *SETTING], "got"),
     "NaN multiplier": (["budget", "--noise-multiplier", "nan", *SETTING], "nan"),
@@ -155,7 +155,7 @@ def test_audit_of_a_paper_s_headline():
     assert status == 0 and printed["claimed"]["epsilon"] <= 1 < printed["empirical"]["epsilon"] <= printed["certified"]["pld"]["epsilon"]
     assert real["empirical"]["epsilon"] <= real["certified"]["pld"]["epsilon"] <= 1
     status, _, err = terminal("audit", "a_fifth_paper")
-    assert status == 2 and "paper must be one of global_adapt_v2, sad, adaptive_noise, sanitization" in err
+    assert status == 2 and "spec must be a JSON file, or a paper: global_adapt_v2, sad, adaptive_noise, sanitization; got a_fifth_paper" in err
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 "Models and loops whose samples would pass their bound without an error: each is refused, by the private step and in a training loop."
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_companion import PrivacyEngine
@@ -311,3 +314,62 @@ def test_a_buffer_that_changes_without_gradients_is_refused(engine):
     made[0].train()
     with torch.no_grad(), pytest.raises(ValueError, match="no buffer may change in a private step, got a change of '0.running_mean'"): made[0](x[:, :, None].expand(-1, -1, 2))
     assert torch.equal(model[0].running_mean, before)
+
+
+@ENGINES
+@WAYS
+def test_a_layer_that_runs_again_in_the_backward_pass_is_refused(engine, way):
+    "Activation checkpointing, whose second forward pass no engine would see."
+    def again(model, x): return model.last(checkpoint(lambda z: model.first(z).relu(), x, use_reentrant=False))
+    with pytest.raises(ValueError, match="no layer may run again in the backward pass, got a Linear that did, as by torch.utils.checkpoint"): one_step(Net(again), engine, way, *data())
+
+
+@ENGINES
+@WAYS
+@pytest.mark.parametrize("draw", ["torch", "NumPy", "Python"])
+def test_rows_that_meet_by_chance_are_refused_whoever_draws(engine, way, draw):
+    "Mixup with a share of NumPy's, as its authors have it: a pass that cannot be repeated would say nothing."
+    shares = {"torch": lambda: torch.rand(()).item(), "NumPy": lambda: np.random.beta(1., 1.), "Python": random.random}
+    def mixed(model, x):
+        share = .2 + .6*shares[draw]()
+        return model.last(model.first(share*x + (1-share)*x.flip(0)).relu())
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): one_step(Net(mixed), engine, way, *data())
+
+
+@pytest.mark.parametrize("draw", [lambda: np.random.random(), random.random, lambda: torch.rand(()).item()])
+def test_a_look_leaves_the_user_s_random_numbers_alone(draw):
+    model, (x, y) = Net(lambda model, x: model.last(F.dropout(model.first(x), p=.2 + 0*draw()))).double(), data()
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1., generator=torch.Generator().manual_seed(0))
+    def drawn(passes):
+        random.seed(0); np.random.seed(0); torch.manual_seed(0)
+        for _ in range(passes): model(x)
+        return draw()
+    step.engine.passes = 0 # A look, and a pass
+    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    step(nn.CrossEntropyLoss(), x, y)
+    assert draw() == drawn(1)
+
+
+class Scaling(nn.Module):
+    "A scale of one's own, which may be taken in place."
+    def __init__(self, inplace): super().__init__(); self.gamma, self.inplace = nn.Parameter(torch.full((5,), .9)), inplace
+    def forward(self, x): return x.mul_(self.gamma) if self.inplace else x*self.gamma
+
+
+@WAYS
+def test_a_layer_that_changes_its_own_input_is_refused(way):
+    "Its gradient is made of the input, which would be the output by then."
+    def net(inplace): return nn.Sequential(nn.Linear(5, 5), Scaling(inplace), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(ValueError, match="layer '1' must not change its input in place"): one_step(net(True), "book", way, *data())
+    one_step(net(False), "book", way, *data())
+
+
+def test_a_pass_that_does_not_repeat_is_warned_of():
+    draws = np.random.default_rng(0)
+    def scaled(model, x): return model.last(model.first(x).relu()*(1 + draws.random()))
+    with pytest.warns(UserWarning, match="another loss when a pass is repeated with the same random numbers"): one_step(Net(scaled), "book", "step", *data())
+
+
+@pytest.mark.parametrize("function", [lambda x: F.dropout(x, .1), lambda x: x if x.max()>0 else -x])
+def test_a_module_with_parameters_of_its_own_says_what_it_must_be(function):
+    with pytest.raises(ValueError, match="a module with parameters of its own must treat every sample alike, without chance, .*, got a Scaled"): one_step(Scaled(function), "book", "step", *data())

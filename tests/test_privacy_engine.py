@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
@@ -858,14 +859,90 @@ def test_an_empty_batch_has_every_output(kind):
 def test_the_optimizer_that_was_given_does_not_step(engine):
     model = network()
     given = torch.optim.SGD(model.parameters(), lr=.1)
-    def made(): return PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=given, data_loader=DataLoader(data(), batch_size=8), noise_multiplier=1., max_grad_norm=1., engine=engine)
-    module, optimizer, *criterion, loader = made()
+    def made(by): return by.make_private(module=model, optimizer=given, data_loader=DataLoader(data(), batch_size=8), noise_multiplier=1., max_grad_norm=1., engine=engine)
+    first = PrivacyEngine(secure_mode=False)
+    module, optimizer, *criterion, loader = made(first)
     with pytest.raises(ValueError, match="optimizer.step must be called on the optimizer that make_private returned"): given.step()
     train(module, optimizer, loader, *criterion)
-    if engine == "book": # whose model is not changed: a second engine may have the same optimizer
-        module, optimizer, loader = made()
+    with pytest.raises(ValueError, match="optimizer must not have been trained by another PrivacyEngine, got one with 5 steps"): made(PrivacyEngine())
+    if engine == "book": # whose model is not changed: the same engine may be given both again
+        module, optimizer, loader = made(first)
         train(module, optimizer, loader)
+        assert len(first.accountant) == 10
     assert optimizer.steps_taken == 5
+
+
+@pytest.mark.parametrize("what", ["module", "optimizer", "both"])
+def test_what_another_engine_has_trained_is_refused(what):
+    "A notebook's cell that is run again would report its own steps alone, for a target that both have used."
+    target = dict(target_epsilon=1., target_delta=1e-5, epochs=1, max_grad_norm=1., data_loader=DataLoader(data(), batch_size=8))
+    def made(module, optimizer=None): return PrivacyEngine(secure_mode=False).make_private_with_epsilon(module=module, optimizer=optimizer or torch.optim.SGD(module.parameters(), lr=.1), **target)
+    module, optimizer, loader = made(*made(network())[:2]) # One that has spent nothing
+    train(module, optimizer, loader)
+    again = {"module": (module,), "optimizer": (module._module, optimizer), "both": (module, optimizer)}[what]
+    with pytest.raises(ValueError, match=r"(module|optimizer) must not have been trained by another PrivacyEngine, got one with 5 steps in that one's ledger"): made(*again)
+    made(module._module) # Said to be for other people's data
+
+
+BASE = data()
+
+@pytest.mark.parametrize("dataset, times", [
+    (Subset(BASE, [0]*3 + list(range(1, 40))), 3), (ConcatDataset([BASE, BASE]), 2), (Subset(BASE, [-1, 39]), 2), (ConcatDataset([Subset(BASE, range(5, 20)), Subset(BASE, range(10, 30))]), 2),
+    (Subset(ConcatDataset([BASE, BASE]), [1, 41]), 2)])
+def test_a_record_twice_in_the_data_set_is_refused(dataset, times):
+    with pytest.raises(ValueError, match=f"data_loader must hold every record once, got one that is in its data set {times} times"): private(dataset=dataset, batch_size=1)
+
+
+@pytest.mark.parametrize("dataset", [Subset(BASE, torch.arange(0, 40, 2)), ConcatDataset([BASE, data()]), ConcatDataset([Subset(BASE, range(20)), Subset(BASE, range(20, 40))]), Subset(Subset(BASE, range(10, 30)), [0, 1, 19])])
+def test_data_sets_of_parts_are_taken(dataset): train(*private(dataset=dataset, batch_size=1)[1:])
+
+
+def rolled(records):
+    x, y = default_collate(records)
+    return .7*x + .3*x.roll(1, 0), y
+
+def mixed(records):
+    x, y = default_collate(records)
+    share = np.random.beta(.4, .4)
+    return share*x + (1 - share)*x[torch.randperm(len(x))], y
+
+def soft(records): # As MixUp's targets
+    x, y = default_collate(records)
+    return x, F.one_hot(y, 3).double().roll(1, 0)
+
+
+@pytest.mark.parametrize("collate", [rolled, mixed, soft])
+def test_a_collate_function_that_mixes_records_is_refused(collate):
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(*(torch.stack(x) for x in zip(*BASE))), batch_size=8, collate_fn=collate)
+    model = network()
+    with pytest.raises(ValueError, match="collate_fn must not mix records"): PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=loader, noise_multiplier=1., max_grad_norm=1.)
+
+
+def test_a_collate_function_that_draws_by_record_is_taken():
+    def noisy(records): return default_collate([(x + torch.randn_like(x) + np.random.normal(), y) for x, y in records])
+    model = network()
+    found = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(BASE, batch_size=8, collate_fn=noisy), noise_multiplier=1., max_grad_norm=1.)
+    train(*found)
+
+
+def test_two_passes_at_once_are_refused():
+    "Seeded batches would be drawn twice, and counted as if they were others."
+    privacy, *_, loader = private()
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    with pytest.raises(ValueError, match="a pass over the returned data loader must end before the next begins"): next(first)
+
+
+def test_outputs_without_a_batch_in_front_are_warned_of():
+    class Flat(nn.Module):
+        def __init__(self): super().__init__(); self.fc = nn.Linear(4, 3)
+        def forward(self, x): return self.fc(x).flatten(0, 1)
+    dataset, model = TensorDataset(torch.randn(12, 5, 4), torch.arange(12)%3), Flat()
+    module, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(dataset, batch_size=12), noise_multiplier=1., max_grad_norm=1.)
+    for x, _ in loader:
+        with pytest.warns(UserWarning, match="no output of the module has the batch in front"): module(x)
 
 
 def test_a_child_with_two_names_counts_once():
@@ -997,3 +1074,20 @@ def test_a_checkpoint_of_other_groups_is_refused_before_anything_is_taken(tmp_pa
     before = weights(module).clone()
     with pytest.raises(ValueError, match=rf"checkpoint must be of an optimizer with parameters in groups of \[1, {n-1}\], got \[{n}\]"): privacy.load_checkpoint(path=tmp_path/"one.pt", module=module, optimizer=optimizer)
     assert len(privacy.accountant) == 0 and torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("changed, sentence", [
+    (dict(module="m"), "module must be a torch Module, got a str"), (dict(optimizer=3), "optimizer must be a torch Optimizer, got a int"), (dict(data_loader=[1, 2]), "data_loader must be a torch DataLoader, got a list"),
+    (dict(clip_rule="autos"), "clip_rule must be one of flat, auto_s, .*, got clip_rule=autos"), (dict(noise_generator=0), "noise_generator must be a torch.Generator or None, got noise_generator=0")])
+def test_what_no_engine_can_wrap_is_said_in_a_sentence(changed, sentence):
+    model = network()
+    given = dict(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(data(), batch_size=8), noise_multiplier=1., max_grad_norm=1.) | changed
+    with pytest.raises(ValueError, match=sentence): PrivacyEngine().make_private(**given)
+
+
+def test_settings_are_not_set_on_the_optimizer():
+    optimizer = private()[2]
+    for name in ("clip_rule", "expected_batch_size"):
+        with pytest.raises(ValueError, match=f"{name} must be set by an argument of make_private"): setattr(optimizer, name, 3)
+    with pytest.raises(ValueError, match="secure_mode must be True, False or None, got secure_mode='no'"): PrivacyEngine(secure_mode="no")
+    with pytest.raises(TypeError, match="use opacus.utils.batch_memory_manager.BatchMemoryManager"): private(max_physical_batch_size=4)

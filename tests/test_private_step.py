@@ -864,7 +864,7 @@ def test_settings_without_a_meaning_are_refused(options, word):
 
 
 def test_a_kernel_for_one_group_is_not_pinned_on_two():
-    with pytest.raises(KeyError, match="got 'gram_product'"): step_for(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), kernels={"0": "gram_product"})
+    with pytest.raises(ValueError, match="got 'gram_product'"): step_for(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2)), kernels={"0": "gram_product"})
 
 
 def test_groups_and_their_bounds_are_legal():
@@ -1004,3 +1004,19 @@ def test_a_rule_of_one_s_own_is_held_to_its_sensitivity(engine):
 def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(ValueError, match="optimizer must hold the trainable parameters of module and no others, got 2 that it misses and 2 that are not the module's"):
         PrivateStep(nn.Linear(4, 3), torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8)
+
+
+@pytest.mark.parametrize("changed, sentence", [
+    (dict(model="m"), "module must be a torch Module, got a str"), (dict(optimizer="sgd"), "optimizer must be a torch Optimizer, got a str"),
+    (dict(clip_rule="auto_s"), "clip_rule must be a ClipRule, got clip_rule='auto_s'"), (dict(noise_multiplier="1"), "noise_multiplier must be finite and >= 0, got noise_multiplier='1'"),
+    (dict(kernels=["gram"]), "kernels must be a dict of layer names and kernels, got kernels=\\['gram'\\]"), (dict(model=nn.TransformerEncoderLayer(8, 2)), "attention must be Opacus's own, .* got MultiheadAttention at 'self_attn'")])
+def test_what_no_step_can_be_made_of_is_said_in_a_sentence(changed, sentence):
+    model = changed.pop("model", nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters() if isinstance(model, nn.Module) else [torch.zeros(1)], lr=.1)
+    with pytest.raises(ValueError, match=sentence): PrivateStep(model, **dict(optimizer=optimizer, clip_rule=Flat(), expected_batch_size=4, noise_multiplier=1.) | changed)
+
+
+def test_targets_must_be_a_tensor():
+    model = nn.Linear(3, 2)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=4, noise_multiplier=1.)
+    with pytest.raises(ValueError, match="targets must be a tensor with the batch in front, got a list"): step(nn.CrossEntropyLoss(), torch.randn(4, 3), [0, 1, 0, 1])

@@ -250,3 +250,10 @@ def test_multipliers_for_paper_global_adapt_v2(target, step_rdp, step_pld, const
         sigma = calibrate(schedule, plan, target_epsilon=target, delta=1e-5, accountant=accountant)
         assert sigma == pytest.approx(reference, rel=2e-3)
         assert certify(gaussian_events(schedule.rescaled(sigma), plan), delta=1e-5)[accountant].epsilon <= target
+
+
+@pytest.mark.parametrize("call, sentence", [
+    (lambda: certify(MAIN, delta=1e-5), "events must be MechanismEvents, such as those of gaussian_events.*, got a PoissonPlan"), (lambda: certify([STEP], delta=1e-5), "got a StepDecay"),
+    (lambda: budget_report(1., delta=1e-5), "got a float"), (lambda: gaussian_events(MAIN, STEP), "schedule must be a Schedule and plan a PoissonPlan, in this order, got a PoissonPlan and a StepDecay")])
+def test_what_is_no_event_is_said_in_a_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence): call()

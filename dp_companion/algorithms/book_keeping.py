@@ -121,6 +121,7 @@ class Book:
         *,
         kernels:dict|None=None, # Layer name -> kernel; layers not named are timed on the first batch
     ):
+        if not isinstance(kernels, dict|None): raise ValueError(f"kernels must be a dict of layer names and kernels, got kernels={kernels!r}")
         self.model, self.kernels = model, dict(kernels or {})
         self.flat, self.slots = gradient_slots(model)
         self.layers = tapped_layers(model)
@@ -135,14 +136,14 @@ class Book:
 def clear(self:Book):
     "Forget the pages of the last batch."
     self.pages, self.shared, self.uses, self.batch_sizes, self.freed, self.widest, self.read = {}, {}, Counter(), [], 0, 0, []
-    self.untimed = {}
+    self.untimed, self.came = {}, {}
 
 @patch
 def check_pin(self:Book, name:str):
     "Refuse a pinned kernel that does not exist."
-    if name not in self.layers: raise KeyError(f"kernels must name layers of the model, got {name!r}")
+    if name not in self.layers: raise ValueError(f"kernels must name layers of the model, got {name!r}")
     known = list(kernels_of(self.layers[name]))
-    if self.kernels[name] not in known: raise KeyError(f"kernels[{name!r}] must be one of {known}, got {self.kernels[name]!r}")
+    if self.kernels[name] not in known: raise ValueError(f"kernels[{name!r}] must be one of {known}, got {self.kernels[name]!r}")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9a6db5e4
 def tensors_of(
@@ -207,6 +208,7 @@ def recording(self:Book):
     "Tap the layers for one forward pass."
     self.clear()
     handles = [layer.register_forward_hook(partial(self.tap, name), with_kwargs=True) for name, layer in self.layers.items()]
+    handles += [layer.register_forward_pre_hook(partial(self.note, name)) for name, layer in self.layers.items() if not has_kernel(layer)]
     looks = is_looked_at(self.passes)
     if looks: handles += self.first_pass()
     for p in self.slots: p.requires_grad_(looks)
@@ -218,11 +220,17 @@ def recording(self:Book):
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9deed667
 @patch
+def note(self:Book, name, layer, args):
+    "Note whether the input of a module with parameters of its own has been changed when it is through."
+    if args and isinstance(args[0], Tensor): self.came[name] = args[0]._version
+
+@patch
 def tap(self:Book, name, layer, args, kwargs, output):
     "Note a layer's input, and have the backward pass call `write` with its output gradient."
     if not torch.is_grad_enabled(): return output
     if not args or not isinstance(output, Tensor) or any(x is not None for x in (*args[1:], *kwargs.values())):
         raise TypeError(f"layer {name!r} must take its input as its only argument, by position, and return one tensor")
+    if self.came.get(name, args[0]._version)!=args[0]._version: raise ValueError(f"layer {name!r} must not change its input in place, which its gradient is made of; use inplace=False, or clone the input")
     held = [args[0].detach()]
     self.batch_sizes.append((name, len(args[0]))) # Of every call
     self.uses.update(self.layer_slots[name].values())

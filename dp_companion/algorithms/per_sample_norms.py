@@ -134,6 +134,7 @@ def rounded_up(
     exact = (gram + features*torch.finfo(torch.float64).eps*total.square()).clamp_(min=0).sqrt_()
     return (exact + lengths.shape[1]*limits.eps*total).square_().to(like.dtype).add_(limits.tiny*limits.eps)
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #1c9ce3ae
 def gram(x:Tensor)->Tensor: # (batch, T, T) float64
     "Gram matrices of the positions; x (batch, T, features)."
     x = x.double()
@@ -298,6 +299,7 @@ def pixel_grams(layer, x, height:int, width:int)->Tensor: # (batch*groups, T, T)
     found = reduce(torch.add, [rows[:, at, :, at] for at in (seen(k, dh, sh, height) for k in range(kh))])
     return found.reshape(-1, height*width, height*width)
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #083f1214
 def patch_grams(layer, a, b)->Tensor: # (batch*groups, T, T) float64
     "Gram matrices of the patches, from pixels or from patches, whichever are fewer products."
     x, positions = padded(layer, a), b[0, 0].numel()
@@ -374,7 +376,10 @@ def opacus_rows(layer, slots, a, b):
     is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" # Opacus takes every padding for zeros
     sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient) if is_seen else ft_compute_per_sample_gradient
     vars(layer).pop("ft_compute_sample_grad", None) # Opacus keeps a copy of the layer as it was
-    found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
+    try: found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
+    except RuntimeError as error:
+        if "vmap" not in str(error): raise
+        raise ValueError(f"a module with parameters of its own must treat every sample alike, without chance, and make no decision by its numbers, got a {type(layer).__name__} ({str(error).partition('. ')[0]}); put those parameters into a module of their own") from None
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #049f4d9d

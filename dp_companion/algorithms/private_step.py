@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['is_hooked', 'check_parameter', 'check_own_parameters', 'is_fixed', 'check_layer', 'check_unchanged', 'check_model',
            'untrained', 'is_same', 'is_kept', 'restore', 'check_untrained', 'unchanged_state', 'StepReport',
-           'check_settings', 'check_parameters', 'check_trainable', 'check_groups', 'PrivateStep', 'gathered',
-           'keep_freed_memory']
+           'check_multiplier', 'check_settings', 'check_parameters', 'check_trainable', 'check_groups', 'PrivateStep',
+           'gathered', 'keep_freed_memory']
 
 # %% ../../nbs/algorithms/private_step.ipynb #91f8a8dd
 import ctypes
 import math
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Real
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -54,6 +55,7 @@ def check_layer(name:str, layer:nn.Module):
     if not any(p.requires_grad for p in layer.parameters()): return
     check_own_parameters(name, layer)
     if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)): raise ValueError(f"recurrent layers must be Opacus's own, whose steps are layers, got {kind} at {name!r}; use DP{kind} of opacus.layers.dp_rnn")
+    if isinstance(layer, nn.MultiheadAttention): raise ValueError(f"attention must be Opacus's own, whose projections are layers, got {kind} at {name!r}; use DPMultiheadAttention of opacus.layers with batch_first=True")
     if isinstance(layer, nn.EmbeddingBag): raise ValueError(f"the model must not use EmbeddingBag, which has no per-sample gradient, got one at {name!r}; use Embedding and a mean over its words")
 
 def check_unchanged(name:str, layer:nn.Module):
@@ -123,8 +125,8 @@ def unchanged_state(
 class StepReport:
     "What one step did; what is named nonprivate comes from the raw data and must not be released."
     noise_multiplier:float # sigma, noise std / sensitivity
-    sensitivity:float # S of the rule that scaled
-    noise_std:float # Of the averaged gradient: sigma*S/L
+    sensitivity:float # Delta, of the rule that scaled
+    noise_std:float # Of the averaged gradient: sigma*Delta/b
     nonprivate_norms:Tensor # (batch,) per-sample gradient norms
     nonprivate_scales:Tensor # (batch,) what they were multiplied by; 0 where not finite
     nonprivate_losses:Tensor # (batch,)
@@ -137,17 +139,25 @@ class StepReport:
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
 # %% ../../nbs/algorithms/private_step.ipynb #0f43ad05
-def check_settings(engine:str, clip_rule, expected_batch_size, max_physical_batch_size, is_distributed:bool, optimizer):
+def check_multiplier(sigma):
+    "Refuse what no noise can be multiplied by."
+    if not isinstance(sigma, Real) or not 0<=sigma<math.inf: raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma!r}")
+
+def check_settings(engine:str, clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, is_distributed:bool, optimizer):
     "Refuse what no step can have."
-    if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}")
+    if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; dp_companion.algorithms.clipping.clip_rule makes one from its name")
+    if noise_multiplier is not None: check_multiplier(noise_multiplier) # Else each call gives one
     _real("expected_batch_size", expected_batch_size)
     if max_physical_batch_size is not None: _whole("max_physical_batch_size", max_physical_batch_size)
     if engine not in ENGINES: raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got engine={engine!r}")
     if is_distributed and engine!="book": raise ValueError(f"engine must be 'book' under DistributedDataParallel, got engine={engine!r}")
     if isinstance(optimizer, torch.optim.LBFGS): raise ValueError("optimizer must step on one gradient, got LBFGS, which asks for several; use SGD or Adam")
 
+# %% ../../nbs/algorithms/private_step.ipynb #5c0124ef
 def check_parameters(module:nn.Module, optimizer):
     "The optimizer's trainable parameters must be the module's."
+    for name, value, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind): raise ValueError(f"{name} must be a torch {kind.__name__}, got a {type(value).__name__}")
     ours, theirs = ({p for p in ps if p.requires_grad} for ps in (module.parameters(), (p for g in optimizer.param_groups for p in g["params"])))
     if ours!=theirs: raise ValueError(f"optimizer must hold the trainable parameters of module and no others, got {len(ours-theirs)} that it misses and "
         f"{len(theirs-ours)} that are not the module's; freeze what is not to be trained by requires_grad_(False)")
@@ -174,7 +184,7 @@ class PrivateStep:
         optimizer:torch.optim.Optimizer, # Any; it sees ordinary gradients
         *,
         clip_rule, # A ClipRule
-        expected_batch_size:int, # L, public, of the logical batch
+        expected_batch_size:int, # b, public, of the logical batch
         noise_multiplier:float|None=None, # sigma where a call gives none
         engine:str="book", # "book", "ghost" or "hooks"
         generator:torch.Generator|None=None, # Seed of the noise, for experiments; None: one that torch's own decides, now and not again
@@ -183,10 +193,10 @@ class PrivateStep:
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         self.is_distributed = isinstance(model, DistributedDataParallel)
-        check_settings(engine, clip_rule, expected_batch_size, max_physical_batch_size, self.is_distributed, optimizer)
+        check_settings(engine, clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, self.is_distributed, optimizer)
         self.model = model.module if self.is_distributed else model
-        check_model(self.model)
         check_parameters(self.model, optimizer)
+        check_model(self.model)
         self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
         self.noise_multiplier, self.max_physical_batch_size = noise_multiplier, max_physical_batch_size
         if generator is None and not secure_noise: generator = seeded_by_torch() # A loop may seed torch's own again, which would draw the same noise twice
@@ -202,6 +212,7 @@ class PrivateStep:
 @patch
 def __call__(self:PrivateStep, loss_fn, inputs, targets, *, noise_multiplier=None, groups=None)->StepReport:
     "One private step on one logical batch."
+    if not isinstance(targets, Tensor): raise ValueError(f"targets must be a tensor with the batch in front, got a {type(targets).__name__}")
     check_groups(groups, targets)
     self.begin(noise_multiplier)
     size = self.max_physical_batch_size or max(len(targets), 1)
@@ -218,8 +229,7 @@ def begin(self:PrivateStep,
 ):
     "Start a step; whatever an interrupted step left behind is dropped."
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-    if sigma is None or not (sigma>=0 and math.isfinite(sigma)):
-        raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma}")
+    check_multiplier(sigma)
     check_trainable(self.model, self.engine.slots)
     self.step_multiplier, self.is_begun, self.has_noise, self.seen, self.losses, self.is_counted = float(sigma), True, False, [], [], False
 

@@ -9,12 +9,13 @@ __all__ = ['OLD_PASS', 'TAPES', 'batch_size_of', 'one_row', 'Tape', 'BookTape', 
 # %% ../../nbs/algorithms/tapes.ipynb #538123a3
 import copy
 import operator
+import warnings
 from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import Anchor, is_looked_at, owned, refuse_past, tensors_of
-from .engines import Arguments, NotFinite, call, check_norm, check_precision, gradients, is_alone, lone_norm, mapped, norm_of, part_of, per_sample_losses
+from .engines import Arguments, NotFinite, call, check_norm, check_precision, gradients, is_alone, kept_randomness, lone_norm, mapped, norm_of, part_of, per_sample_losses
 from .private_step import check_trainable, unchanged_state
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -77,11 +78,12 @@ def look(self:Tape, module, args, kwargs):
     inputs, none = Arguments(args, kwargs), self.flat.new_zeros(self.batch_size)
     def random_sums(outputs, targets): # (batch,)
         rows = [x for x in tensors_of(outputs) if x.is_floating_point() and x.dim() and len(x)==len(none)]
+        if not rows and not self.passes: warnings.warn("no output of the module has the batch in front, so that nobody looks whether samples meet in it; give outputs of shape (batch, ...)", stacklevel=2)
         return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=none)
     self.engine.passes = self.passes
     k = (len(none)//2+self.passes)%len(none)
     if lone_norm(self.engine, lambda: random_sums(call(module, inputs), none), k)>0:
-        with torch.random.fork_rng(devices=[none.device] if none.is_cuda else []): self.engine.accumulate(random_sums, inputs, none, torch.zeros_like)
+        with kept_randomness(none.device): self.engine.accumulate(random_sums, inputs, none, torch.zeros_like)
 
 # %% ../../nbs/algorithms/tapes.ipynb #953f7c45
 OLD_PASS = "loss.backward must go once through the last forward pass of the module, got an older or a second pass"
@@ -222,6 +224,7 @@ class GhostCriterion:
         return GhostLoss(self, self.losses_of(outputs, targets) if len(targets) else self.tape.flat.new_empty(0), outputs, targets)
     def losses_of(self, outputs, targets)->Tensor: return per_sample_losses(self.loss_fn, outputs, targets) # (batch,)
 
+# %% ../../nbs/algorithms/tapes.ipynb #c227f1f9
 class GhostLoss:
     "What `GhostCriterion` gives: the mean of the losses to look at, their sum to run back."
     def __init__(self, criterion, losses, outputs, targets): self.criterion, self.losses, self.outputs, self.targets = criterion, losses, outputs, targets

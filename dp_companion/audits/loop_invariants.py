@@ -57,6 +57,7 @@ def reaches(
     try: yield found
     finally: handle.remove()
 
+# %% ../../nbs/audits/loop_invariants.ipynb #d9f42852
 def applied_noise(
     rule:ClipRule, # Whose counts are in the events
     sums:list[Tensor], # (parameters,) L times the released gradient of each step, next to nothing but noise
@@ -80,6 +81,7 @@ def all_queries(
 # %% ../../nbs/audits/loop_invariants.ipynb #b59add9f
 PLAN, NOISE = PoissonPlan(dataset_size=20, expected_batch_size=2, epochs=4), StepDecay(initial=4., decay_rate=.25, drop_every=1)
 
+# %% ../../nbs/audits/loop_invariants.ipynb #59dc1fc9
 class Loop:
     "A private training loop on given records."
     def __init__(self,

@@ -130,6 +130,13 @@ def _instead(bound, reason):
     return replace(bound, note=f"{reason}; {rest}.")
 
 # %% ../../nbs/budgets/certified.ipynb #4d320efe
+def _checked(events)->tuple: # MechanismEvents
+    "Refuse what is no list of mechanism events."
+    events = tuple(events) if isinstance(events, Iterable) else (events,)
+    wrong = next((e for e in events if not isinstance(e, MechanismEvent)), None)
+    if wrong is not None: raise ValueError(f"events must be MechanismEvents, such as those of gaussian_events(schedule, plan), got a {type(wrong).__name__}")
+    return events
+
 def certify(
     events:Iterable[MechanismEvent], # What ran, or will run; none gives 0
     *,
@@ -138,7 +145,7 @@ def certify(
     neighbouring_relation:str="add_or_remove_one", # add_or_remove_one, replace_special or replace_one
 )->dict[str,Certified]: # One upper bound per accountant
     "What each accountant certifies for a run."
-    events = tuple(events)
+    events = _checked(events)
     _real("delta", delta, below=1)
     if isinstance(accountants, str) or not accountants: raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
     for name in accountants: _relation(neighbouring_relation, _word("accountants", name, tuple(RELATIONS)))
@@ -220,7 +227,7 @@ def budget_report(
     **rest, # empirical, privacy_unit: fields of `BudgetReport`
 )->BudgetReport:
     "Certify events and put the result beside the claim."
-    events = tuple(events)
+    events = _checked(events)
     certified = certify(events, delta=delta, accountants=accountants, neighbouring_relation=neighbouring_relation)
     return BudgetReport(certified=certified, delta=delta, claimed=claimed, neighbouring_relation=neighbouring_relation, events=events,
                         preconditions=claimed.preconditions if claimed else (), **rest)

@@ -40,6 +40,7 @@ def gaussian_events(
     query:str="gradient", # What was asked at each step
 )->tuple[MechanismEvent,...]: # One event per run of equal multipliers, in order
     "Mechanism events of a whole training run (paper global_adapt_v2, Algorithm 1)."
+    if not (isinstance(schedule, Schedule) and isinstance(plan, PoissonPlan)): raise ValueError(f"schedule must be a Schedule and plan a PoissonPlan, in this order, got a {type(schedule).__name__} and a {type(plan).__name__}")
     per_step = schedule.unit == "step"
     multipliers = schedule.values(plan.steps if per_step else plan.epochs)
     counts = np.ones(plan.steps, dtype=int) if per_step else plan.steps_per_epoch

@@ -142,10 +142,10 @@ def data_panels(
 ):
     "A picture with a panel for each data set: yields a list of (Axes, name), and gives them titles and legends on leaving."
     if not names: raise ValueError("sweeps must be of some data set that was asked for, got none")
-    with figure(*labels, panels=len(names), width=min(2 + 3.5*len(names), 7.5), height=2.8) as axes:
+    with figure(*labels, panels=len(names), width=min(2 + 3.5*len(names), 7.5), height=3.2) as axes:
         pairs = list(zip(np.atleast_1d(axes), names))
         yield pairs
-        for ax, name in pairs: ax.set_title(sweeps.label(name).replace(" (", "\n("), fontsize=9); ax.legend(fontsize=7)
+        for ax, name in pairs: ax.set_title(sweeps.label(name).replace(" (", "\n("), fontsize=9); ax.legend(fontsize=7, ncols=1 + (len(ax.get_legend_handles_labels()[1])>3), loc="upper center", bbox_to_anchor=(.5, -.22)) # Below, where no curve is
 
 def _line(ax, sweeps, name, sweep, share, k, has_shares):
     "One line of means, a dot for each seed; where there are several shares, named by their epochs and the ε that is claimed after them."
