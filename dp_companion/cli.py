@@ -240,7 +240,7 @@ def tables(
     from dp_companion.published import load
     from dp_companion.workbench.grid import of_profile, profile_named
     from dp_companion.workbench.tables import beside_published, for_print, read_records, summarise
-    if item.isdecimal(): item = f"Table {item}"
+    item = re.sub(r"(?i)^(table|t)?\s*(\d+)$", r"Table \2", item.strip())
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
     table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if r.spec.method in methods]), item=item)
@@ -288,9 +288,9 @@ def main(
 
 def _in_flags(sentence, arguments):
     "A sentence about a value, in the words of whoever typed it."
-    for said, typed in _TYPED.items() if arguments[:1] in (["budget"], ["calibrate"]) else (): sentence = re.sub(rf"\b{said}(?=[ =])", typed, sentence)
+    for said, typed in _TYPED.items() if arguments[:1] in (["budget"], ["calibrate"]) else (): sentence = re.sub(rf"(?<![-\w]){said}(?=[ =])", typed, sentence)
     for said, instead in _PLAINLY.items(): sentence = sentence.replace(said, instead)
-    return sentence.removesuffix(".") + (f"; see dp-companion {' '.join(arguments[:1])} --help" if sentence.startswith("Missing") else "; put a name with a space in quotes" if "extra argument" in sentence else "")
+    return sentence.removesuffix(".") + (f"; see dp-companion {' '.join(arguments[:1])} --help" if sentence.startswith("Missing") else "; put a name with a space in quotes" if "extra argument" in sentence and arguments[:1] == ["tables"] else "")
 
 def _got(error, arguments):
     "The word behind the option that an error is about, where its sentence leaves it out."

@@ -64,6 +64,7 @@ BAD = {
     "delta 0": (["calibrate", "--target-epsilon", "1", *SETTING, "--delta", "0"], "--delta must be in (0, 1), got --delta=0"),
     "delta 1": (["budget", "--noise-multiplier", "1", *SETTING, "--delta", "1"], "--delta must be in (0, 1), got --delta=1"),
     "batch over n": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "60001"], "--batch-size must be"),
+    "underscore": (["budget", "--noise_multiplier", "1", *SETTING], "No such option: --noise_multiplier"),
     "batch 0": (["budget", "--noise-multiplier", "1", *SETTING, "--batch-size", "0"], "--batch-size must be"),
     "R 0": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "0"], "--decay-rate must be in (0, 1), got --decay-rate=0"),
     "R 1": (["budget", "--noise-multiplier", "1", *SETTING, "--decay-rate", "1"], "--decay-rate must be in (0, 1), got --decay-rate=1"),

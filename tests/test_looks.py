@@ -373,3 +373,41 @@ def test_a_pass_that_does_not_repeat_is_warned_of():
 @pytest.mark.parametrize("function", [lambda x: F.dropout(x, .1), lambda x: x if x.max()>0 else -x])
 def test_a_module_with_parameters_of_its_own_says_what_it_must_be(function):
     with pytest.raises(ValueError, match="a module with parameters of its own must treat every sample alike, without chance, .*, got a Scaled"): one_step(Scaled(function), "book", "step", *data())
+
+
+@ENGINES
+@WAYS
+def test_a_look_leaves_the_user_s_batch_alone(engine, way):
+    "A model may change its own input; a pass that is only a look must not."
+    def shifted(model, x): return model.last(model.first(x.sub_(1.)).relu())
+    (x, y), net = data(), Net(shifted).double()
+    true = copy.deepcopy(net)
+    sums = torch.zeros(sum(p.numel() for p in true.parameters()), dtype=torch.float64)
+    for k in range(N):
+        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(true(x[k:k+1].clone()), y[k:k+1]), list(true.parameters()))])
+        sums += g/max(1, g.norm())
+    torch.manual_seed(0)
+    torch.testing.assert_close(one_step(net, engine, way, x.clone(), y), sums, rtol=1e-6, atol=1e-8)
+
+
+class Attending(nn.Module):
+    "A class token of one's own beside attention, whose gradients are formed together."
+    def __init__(self):
+        super().__init__()
+        self.token, self.attention, self.last = nn.Parameter(torch.zeros(1, 1, 6)), nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x.unsqueeze(1).expand(-1, 2, -1)], 1)
+        return self.last(self.attention(x, x, x, need_weights=False)[0][:, 0])
+
+
+def test_attention_inside_a_module_with_parameters_of_its_own_is_taken():
+    model, x, y = Attending().double(), torch.randn(8, 6, dtype=torch.float64), torch.arange(8)%3
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(max_grad_norm=1e6), expected_batch_size=8, noise_multiplier=0.)
+    true = torch.autograd.grad(nn.CrossEntropyLoss()(model(x), y), list(model.parameters()))
+    step(nn.CrossEntropyLoss(), x, y)
+    for p, g in zip(model.parameters(), true): torch.testing.assert_close(p.grad, g)
+
+
+def test_reentrant_checkpointing_is_refused_in_a_sentence():
+    def again(model, x): return model.last(checkpoint(torch.relu, model.first(x), use_reentrant=True))
+    with pytest.raises(ValueError, match="no layer may run again in the backward pass, got torch.utils.checkpoint with use_reentrant=True"): one_step(Net(again), "book", "step", *data())

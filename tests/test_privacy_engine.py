@@ -3,6 +3,7 @@ import dataclasses
 import difflib
 import json
 import math
+import random
 import signal
 import time
 import types
@@ -20,6 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
+from dp_companion.algorithms.private_optimizer import check_collate
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import gaussian_events, per_step_multipliers
@@ -893,7 +895,8 @@ def test_a_record_twice_in_the_data_set_is_refused(dataset, times):
     with pytest.raises(ValueError, match=f"data_loader must hold every record once, got one that is in its data set {times} times"): private(dataset=dataset, batch_size=1)
 
 
-@pytest.mark.parametrize("dataset", [Subset(BASE, torch.arange(0, 40, 2)), ConcatDataset([BASE, data()]), ConcatDataset([Subset(BASE, range(20)), Subset(BASE, range(20, 40))]), Subset(Subset(BASE, range(10, 30)), [0, 1, 19])])
+@pytest.mark.parametrize("dataset", [Subset(BASE, torch.arange(0, 40, 2)), ConcatDataset([BASE, data()]), ConcatDataset([Subset(BASE, range(20)), Subset(BASE, range(20, 40))]), Subset(Subset(BASE, range(10, 30)), [0, 1, 19]),
+    Subset({f"k{i}": BASE[i] for i in range(40)}, ["k3", "k7", "k9"])])
 def test_data_sets_of_parts_are_taken(dataset): train(*private(dataset=dataset, batch_size=1)[1:])
 
 
@@ -908,22 +911,39 @@ def mixed(records):
 
 def soft(records): # As MixUp's targets
     x, y = default_collate(records)
-    return x, F.one_hot(y, 3).double().roll(1, 0)
+    y = F.one_hot(y, 3).double()
+    return x, .7*y + .3*y.roll(1, 0)
 
 
-@pytest.mark.parametrize("collate", [rolled, mixed, soft])
+def now_and_then(records): return rolled(records) if torch.rand(()) < .5 else default_collate(records)
+
+def made_with(collate, dataset=BASE):
+    model = network()
+    return PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(dataset, batch_size=8, collate_fn=collate), noise_multiplier=1., max_grad_norm=1.)
+
+@pytest.mark.parametrize("collate", [rolled, mixed, soft, now_and_then])
 def test_a_collate_function_that_mixes_records_is_refused(collate):
-    torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(*(torch.stack(x) for x in zip(*BASE))), batch_size=8, collate_fn=collate)
-    model = network()
-    with pytest.raises(ValueError, match="collate_fn must not mix records"): PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=loader, noise_multiplier=1., max_grad_norm=1.)
+    with pytest.raises(ValueError, match="collate_fn must not mix records"): made_with(collate)
 
 
-def test_a_collate_function_that_draws_by_record_is_taken():
-    def noisy(records): return default_collate([(x + torch.randn_like(x) + np.random.normal(), y) for x, y in records])
-    model = network()
-    found = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(BASE, batch_size=8, collate_fn=noisy), noise_multiplier=1., max_grad_norm=1.)
-    train(*found)
+def noisy(records): return default_collate([(x + torch.randn_like(x) + np.random.normal(), y) for x, y in records])
+def in_order(records): return default_collate(sorted(records, key=lambda r: r[0].sum().item()))
+def shuffled(records): return default_collate(random.sample(records, len(records)))
+def with_sizes(records): return [*default_collate(records), torch.tensor([sum(x.sum() for x, _ in records), 7.])] # Two numbers, of the batch
+def with_a_list(records): return [*default_collate(records), [x[0, :2] for x, _ in records]] # Two rows, of each record
+def emptied(records):
+    for r in records: r.pop("extra")
+    return default_collate([(r["x"], r["y"]) for r in records])
+
+@pytest.mark.parametrize("collate", [noisy, in_order, shuffled, emptied, with_sizes, with_a_list])
+def test_a_collate_function_that_keeps_records_apart_is_taken(collate):
+    class Records(torch.utils.data.Dataset):
+        def __len__(self): return 40
+        def __getitem__(self, k): return dict(x=BASE[k][0], y=BASE[k][1], extra=1)
+    dataset = Records() if collate is emptied else BASE
+    if collate in (with_sizes, with_a_list): return check_collate(collate, dataset) # Which have no empty batches
+    module, optimizer, loader = made_with(collate, dataset)
+    if collate is not emptied: train(module, optimizer, loader)
 
 
 def test_two_passes_at_once_are_refused():

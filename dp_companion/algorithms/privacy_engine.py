@@ -10,9 +10,10 @@ __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'rule_
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-import numpy as np
 import opacus
 import torch
 import torch.distributed as dist
@@ -92,17 +93,28 @@ def schedule_of(
     return noise_schedule
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #a5fb4c82
-def records_of(dataset)->np.ndarray: # (n, 2): which data set, and which of its records
-    "Where the records of a data set come from, through torch's own wrappers."
-    if isinstance(dataset, Subset): return records_of(dataset.dataset)[np.asarray(dataset.indices, dtype=int)]
-    if isinstance(dataset, ConcatDataset): return np.concatenate([records_of(part) for part in dataset.datasets])
-    return np.stack([np.full(len(dataset), id(dataset)), np.arange(len(dataset))], 1)
+def records_of(
+    dataset,
+    keys, # Of its records
+)->list: # Which data set each comes from, and its key there
+    "Where records come from, through torch's own wrappers."
+    if isinstance(dataset, Subset):
+        inside = dataset.indices.tolist() if hasattr(dataset.indices, "tolist") else dataset.indices
+        return records_of(dataset.dataset, [inside[k] for k in keys])
+    if isinstance(dataset, ConcatDataset):
+        parts, starts = defaultdict(list), [0, *dataset.cumulative_sizes]
+        for k in keys:
+            place = k%len(dataset)
+            part = bisect_right(dataset.cumulative_sizes, place)
+            parts[part].append(place-starts[part])
+        return [record for part, places in parts.items() for record in records_of(dataset.datasets[part], places)]
+    return [(id(dataset), k+len(dataset) if isinstance(k, int) and k<0 else k) for k in keys]
 
 def check_once(dataset):
     "Refuse a data set that holds a record twice, which then moves a sum by twice the bound."
     if not isinstance(dataset, Subset|ConcatDataset): return
-    times = np.unique(records_of(dataset), axis=0, return_counts=True)[1]
-    if times.max(initial=1)>1: raise ValueError(f"data_loader must hold every record once, got one that is in its data set {times.max()} times; weigh losses instead of repeating records")
+    times = max(Counter(records_of(dataset, range(len(dataset)))).values(), default=1)
+    if times>1: raise ValueError(f"data_loader must hold every record once, got one that is in its data set {times} times; weigh losses instead of repeating records")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #83243333
 def check_samples(data_loader:DataLoader):
@@ -278,7 +290,7 @@ def check_spent(ledger:Ledger, **parts): # Module and optimizer, in an engine's 
     for name, part in parts.items():
         other = next((x for x in getattr(part, "__dict__", {}).values() if isinstance(x, Ledger)), ledger)
         if other is not ledger and len(other): raise ValueError(f"{name} must not have been trained by another PrivacyEngine, got one with {len(other)} steps in that one's ledger, "
-            "which this budget would leave out; go on with that engine, or build both anew; where these data are of other people, give ._module and a new optimizer")
+            "which this budget would leave out; go on with that engine, or build both anew (and load_checkpoint, to resume); where these data are of other people, give the unwrapped module and a new optimizer")
 
 def unwrapped(module, optimizer)->tuple: # (module, optimizer)
     "The user's own objects, without what an earlier engine put around them."

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.nn.parallel import DistributedDataParallel
-from .book_keeping import has_kernel, is_looked_at, own_parameters
+from .book_keeping import has_kernel, is_looked_at, own_parameters, tapped_layers
 from .clipping import ClipRule, CountingRule
 from .engines import ENGINES, check_rows, part_of
 from .noise import GaussianNoise, seeded_by_torch
@@ -55,7 +55,6 @@ def check_layer(name:str, layer:nn.Module):
     if not any(p.requires_grad for p in layer.parameters()): return
     check_own_parameters(name, layer)
     if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)): raise ValueError(f"recurrent layers must be Opacus's own, whose steps are layers, got {kind} at {name!r}; use DP{kind} of opacus.layers.dp_rnn")
-    if isinstance(layer, nn.MultiheadAttention): raise ValueError(f"attention must be Opacus's own, whose projections are layers, got {kind} at {name!r}; use DPMultiheadAttention of opacus.layers with batch_first=True")
     if isinstance(layer, nn.EmbeddingBag): raise ValueError(f"the model must not use EmbeddingBag, which has no per-sample gradient, got one at {name!r}; use Embedding and a mean over its words")
 
 def check_unchanged(name:str, layer:nn.Module):
@@ -73,6 +72,8 @@ def check_model(model:nn.Module):
     for name, layer in model.named_modules():
         check_layer(name, layer)
         check_unchanged(name, layer)
+    for name, layer in tapped_layers(model).items():
+        if isinstance(layer, nn.MultiheadAttention): raise ValueError(f"attention must be Opacus's own, whose projections are layers, got MultiheadAttention at {name!r}; use DPMultiheadAttention of opacus.layers with batch_first=True")
 
 # %% ../../nbs/algorithms/private_step.ipynb #da423008
 def untrained(model:nn.Module)->dict: # Name -> tensor

@@ -82,8 +82,8 @@ def look(self:Tape, module, args, kwargs):
         return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=none)
     self.engine.passes = self.passes
     k = (len(none)//2+self.passes)%len(none)
-    if lone_norm(self.engine, lambda: random_sums(call(module, inputs), none), k)>0:
-        with kept_randomness(none.device): self.engine.accumulate(random_sums, inputs, none, torch.zeros_like)
+    if lone_norm(self.engine, lambda: random_sums(call(module, mapped(Tensor.clone, inputs)), none), k)>0:
+        with kept_randomness(none.device): self.engine.accumulate(random_sums, mapped(Tensor.clone, inputs), none, torch.zeros_like)
 
 # %% ../../nbs/algorithms/tapes.ipynb #953f7c45
 OLD_PASS = "loss.backward must go once through the last forward pass of the module, got an older or a second pass"

@@ -182,7 +182,7 @@ def differences(
     rows = []
     for ours, theirs in pairs:
         found = standing(records, ours, theirs)
-        cells = {f"ε = {t:g}": "not run" for t in targets} | {f"ε = {t:g}": f"{verdict}{'' if theirs else ' ' + short_name(other)}: {gap}" for t, (verdict, other, gap) in found.items()}
+        cells = {f"ε = {t:g}": "not run" for t in targets} | {f"ε = {t:g}": f"{verdict.removesuffix(' from') if theirs else f'{verdict} {short_name(other)}'}: {gap}" for t, (verdict, other, gap) in found.items()}
         rows.append({"accuracy of": f"{short_name(ours)} against {short_name(theirs) if theirs else 'the highest other'}", **cells})
     return pd.DataFrame(rows)
 
@@ -215,7 +215,8 @@ def schedule_of(
 
 def refuted(
     records:list, # RunRecords of one accounting, attacked or not
-)->str: # A sentence
+    named=None, # RunRecord -> what tells its schedule from the others; None: method and target
+)->str: # Sentences
     "Where an attack stands to the paper's formula, noise schedule by noise schedule, and the furthest of them."
     alike = {}
     for r in records:
@@ -224,12 +225,13 @@ def refuted(
     ratio = {key: of[0].budget["empirical"]["epsilon"]/of[0].budget["claimed"]["epsilon"] for key, of in alike.items()}
     over, most = sum(x > 1 for x in ratio.values()), max(ratio.values())
     furthest = [r for key, of in alike.items() if ratio[key] >= .999*most for r in of] # schedules that an attack cannot show more for stand level
-    names = listed(list(dict.fromkeys(short_name(r.spec.method) for r in furthest))) + f" at ε = {furthest[0].spec.target_epsilon:g}"
+    names = listed(list(dict.fromkeys(named(r) if named else short_name(r.spec.method) for r in furthest))) + ("" if named else f" at ε = {furthest[0].spec.target_epsilon:g}")
     claimed, achieved = (epsilon_text(furthest[0].budget[kind]["epsilon"]) for kind in ("claimed", "empirical"))
+    alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
     share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
     if furthest[0].spec.accounting == "as_printed":
-        return f"An attack on the noise refutes the claimed ε for {share}" + (f", furthest that of {names}: claimed {claimed}, achieved {achieved}." if over else ".")
-    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f", furthest for {names}: {claimed} against {achieved}." if over else ".")
+        return f"An attack on the noise refutes the claimed ε for {share}" + (f", furthest that of {names}: claimed {claimed}, achieved {achieved}." if over else ".") + alone
+    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f", furthest for {names}: {claimed} against {achieved}." if over else ".") + alone
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
 def provenance_line(
