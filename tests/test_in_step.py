@@ -85,3 +85,9 @@ def test_committed_outputs_belong_to_the_code(root):
     current = {str(p.relative_to(root/"nbs")): execution_key(p, page_parameters(p)) for p in source_notebooks(root/"nbs") if is_kept(p)}
     committed = committed_keys(root/"nbs")
     assert sorted(name for name in {*current, *committed} if current.get(name) != committed.get(name)) == [], "run `make pages` and commit nbs/ and results/"
+
+
+def test_the_readme_names_the_papers_that_are_to_be_cited(root):
+    titles = [line.partition("title: ")[2].strip('"') for line in (root/"CITATION.cff").read_text(encoding="utf-8").splitlines() if line.strip().startswith("title: ")][1:]
+    readme = (root/"README.md").read_text(encoding="utf-8")
+    assert len(titles) == 4 and [title for title in titles if f"*{title}*" not in readme] == []
