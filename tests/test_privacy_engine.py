@@ -929,7 +929,7 @@ def test_a_collate_function_that_mixes_records_is_refused(collate):
 def noisy(records): return default_collate([(x + torch.randn_like(x) + np.random.normal(), y) for x, y in records])
 def in_order(records): return default_collate(sorted(records, key=lambda r: r[0].sum().item()))
 def shuffled(records): return default_collate(random.sample(records, len(records)))
-def with_sizes(records): return [*default_collate(records), torch.tensor([sum(x.sum() for x, _ in records), 7.])] # Two numbers, of the batch
+def with_sizes(records): return [*default_collate(records), torch.tensor([sum(x.sum() for x, _ in records), max(x.max() for x, _ in records) + len(records)])] # Two numbers, of the batch
 def with_a_list(records): return [*default_collate(records), [x[0, :2] for x, _ in records]] # Two rows, of each record
 def emptied(records):
     for r in records: r.pop("extra")
