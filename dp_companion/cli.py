@@ -13,6 +13,7 @@ import re
 import sys
 from contextlib import contextmanager
 from enum import Enum
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Annotated
 import typer
@@ -20,6 +21,12 @@ import typer
 # %% ../nbs/cli.ipynb #ae844235
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Adaptive differentially private training, with the epsilon a paper claims beside the one an accountant certifies.")
+
+def _version(asked:bool):
+    if asked: typer.echo(f"dp-companion {installed('dp-companion')}"); raise typer.Exit
+
+@app.callback()
+def _all(version:Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version, and nothing else.")]=False): pass
 
 # %% ../nbs/cli.ipynb #12b1b8c5
 Decay = Enum("Decay", {w: w for w in ("none", "linear", "time", "step")}, type=str) # Table 1 of paper global_adapt_v2, and no decay
@@ -243,7 +250,10 @@ def tables(
     item = re.sub(r"(?i)^(table|t)?\s*(\d+)$", r"Table \2", item.strip())
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
-    table = beside_published(summarise([r for r in of_profile(read_records(runs), profile_named(profile.value)) if r.spec.method in methods]), item=item)
+    found = [r for r in read_records(runs) if r.spec.method in methods]
+    ours = of_profile(found, profile_named(profile.value))
+    if found and not ours: raise ValueError(f"runs must hold at least one of profile {profile.value}, got {len(found)} of other sizes in {runs}; say which with --profile")
+    table = beside_published(summarise(ours), item=item)
     if not as_json: typer.echo(f"Paper global_adapt_v2, {item}, on MNIST; ours on {', '.join(table['dataset'].unique())}. V2 is DP-SGD-Global-Adapt-V2; L, T and S are its linear, time and step decay.\n")
     typer.echo(table.replace(float("inf"), "inf").to_json(orient="records", force_ascii=False) if as_json else for_print(table).to_string(index=False))
 

@@ -34,6 +34,11 @@ def test_help_names_every_command():
     for command in ("reproduce", "run", "budget", "calibrate", "tables", "site", "data"): assert command in out
 
 
+def test_version_is_the_packages_and_nothing_else():
+    from importlib.metadata import version
+    assert terminal("--version") == (0, f"dp-companion {version('dp-companion')}\n", "")
+
+
 def test_budget_of_the_printed_setting():
     status, out, _ = terminal("budget", "--noise-multiplier", "0.1916", *SETTING, "--json")
     report = json.loads(out)
@@ -184,6 +189,11 @@ def test_reproduce_finds_kept_outputs_wherever_the_runs_lie(root, monkeypatch, t
     kept = [p for p in notebooks.source_notebooks(given["source"]) if is_experiment(p) and is_kept(p)]
     assert kept and given["runs"] == tmp_path
     for p in kept: assert execution_key(p, {name: str(given[name]) for name in ("profile", "runs")}) == execution_key(p, page_parameters(p)), p
+
+
+def test_tables_say_that_runs_are_of_other_sizes(root):
+    status, out, err = terminal("tables", "Table 13", "--runs", str(root/"results"/"laptop"), "--profile", "digits")
+    assert (status, out) == (2, "") and "of other sizes" in err and "--profile" in err and "got none" not in err
 
 
 def test_tables_say_whose_data_and_names_they_have(root):
