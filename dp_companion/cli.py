@@ -153,7 +153,8 @@ def calibrate(
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
     with _waiting(f"calibrating by {accountant.value}"): sigma = certified.calibrate(shape, plan, target_epsilon=target_epsilon, delta=delta, accountant=accountant.name)
     assumed = [p.name for p in claimed_budget(shape.rescaled(sigma), plan, delta=delta, formula="as_derived").unmet] if accountant.value == "tcdp" else []
-    _say({"noise_multiplier": sigma, "accountant": accountant.value, "target_epsilon": target_epsilon, "delta": delta, **({"assumed, not met": assumed} if assumed else {})}, as_json)
+    used = "rdp" if accountant.value == "pld" and delta < certified.SMALLEST_DELTA else accountant.value # where rounding would decide
+    _say({"noise_multiplier": sigma, "accountant": used, "target_epsilon": target_epsilon, "delta": delta, **({"assumed, not met": assumed} if assumed else {})}, as_json)
 
 # %% ../nbs/cli.ipynb #3e644575
 def _json_object(path):
@@ -250,6 +251,7 @@ def tables(
     item = re.sub(r"(?i)^(table|t)?\s*(\d+)$", r"Table \2", item.strip())
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
+    if not runs.is_dir(): raise ValueError(f"runs must be a folder of runs, got {runs}; say which with --runs, or train some with dp-companion reproduce")
     found = [r for r in read_records(runs) if r.spec.method in methods]
     ours = of_profile(found, profile_named(profile.value))
     if found and not ours: raise ValueError(f"runs must hold at least one of profile {profile.value}, got {len(found)} of other sizes in {runs}; say which with --profile")
@@ -278,7 +280,7 @@ def data(as_json:JsonFlag=False):
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
 # %% ../nbs/cli.ipynb #dd5c8780
-_TYPED = {"noise_multiplier": "--noise-multiplier", "decay_rate": "--decay-rate", "drop_every": "--drop-every", "expected_batch_size": "--batch-size", "dataset_size": "--dataset-size",
+_TYPED = {"noise_multiplier": "--noise-multiplier", "initial": "--noise-multiplier", "decay_rate": "--decay-rate", "drop_every": "--drop-every", "expected_batch_size": "--batch-size", "dataset_size": "--dataset-size",
           "epochs": "--epochs", "target_epsilon": "--target-epsilon", "delta": "--delta", "kind": "--decay"} # a value's name -> its option
 _PLAINLY = {"Input should be a valid integer, unable to parse string as an integer": "must be a whole number, without commas", "Input should be a valid number, unable to parse string as a number": "must be a number"}
 
@@ -287,7 +289,11 @@ def main(
 ):
     "Run the command line; wrong values end with one sentence and status 2."
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr): getattr(stream, "reconfigure", dict)(errors="backslashreplace") # where ε has no code
     try: status = app(args=arguments or ["--help"], standalone_mode=False)
+    except (ArithmeticError, MemoryError) as error:
+        typer.echo(f"dp-companion: values must be of a size that can be computed with, got {' '.join(arguments)} ({' '.join(str(error).split()) or 'out of memory'})", err=True)
+        sys.exit(2)
     except Exception as error:
         sentence = error.format_message() if hasattr(error, "format_message") else str(error).strip()
         if not isinstance(error, (ValueError, OSError, ImportError, RuntimeError)) and not hasattr(error, "format_message"): raise

@@ -2,6 +2,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,30 @@ def test_reproduce_finds_kept_outputs_wherever_the_runs_lie(root, monkeypatch, t
     kept = [p for p in notebooks.source_notebooks(given["source"]) if is_experiment(p) and is_kept(p)]
     assert kept and given["runs"] == tmp_path
     for p in kept: assert execution_key(p, {name: str(given[name]) for name in ("profile", "runs")}) == execution_key(p, page_parameters(p)), p
+
+
+@pytest.mark.parametrize("words", [["budget", "--noise-multiplier", "1e99", *SETTING], ["budget", "--noise-multiplier", "1", "--epochs", "1", "--batch-size", "1", "--dataset-size", str(10**21)],
+                                   ["calibrate", "--target-epsilon", "1e-300", "--accountant", "tcdp", *SETTING]])
+def test_numbers_beyond_what_can_be_computed_are_one_sentence(words):
+    status, out, err = terminal(*words)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "values must be of a size that can be computed with" in err and words[2] in err
+
+
+def test_below_the_smallest_delta_calibrate_says_that_rdp_answered():
+    answers = [json.loads(terminal("calibrate", "--target-epsilon", "1", *SETTING[:-1], "1e-11", "--accountant", name, "--json")[1]) for name in ("pld", "rdp")]
+    assert answers[0] == answers[1] and answers[0]["accountant"] == "rdp"
+
+
+def test_an_output_that_has_no_letter_for_epsilon_is_readable():
+    done = subprocess.run([sys.executable, "-c", "from dp_companion.cli import main; main()", "--help"], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"})
+    assert done.returncode == 0 and done.stderr == b"" and b"\\u03b5" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_tables_say_that_their_folder_is_none(tmp_path, name):
+    (tmp_path/"file").write_text("")
+    status, out, err = terminal("tables", "--runs", str(tmp_path/name))
+    assert (status, out) == (2, "") and "runs must be a folder of runs" in err and str(tmp_path/name) in err
 
 
 def test_tables_say_that_runs_are_of_other_sizes(root):
