@@ -199,6 +199,11 @@ def test_numbers_beyond_what_can_be_computed_are_one_sentence(words):
     assert (status, out) == (2, "") and err.count("\n") == 1 and "values must be of a size that can be computed with" in err and words[2] in err
 
 
+def test_noise_that_decays_to_nothing_is_said_of_the_option_that_was_typed():
+    status, out, err = terminal("budget", "--noise-multiplier", "1", "--decay", "linear", "--decay-rate", "0.001", "--epochs", "1000", "--batch-size", "64", "--dataset-size", "6000")
+    assert (status, out) == (2, "") and "--noise-multiplier must be large enough" in err and "got --noise-multiplier=1.0" in err
+
+
 def test_below_the_smallest_delta_calibrate_says_that_rdp_answered():
     answers = [json.loads(terminal("calibrate", "--target-epsilon", "1", *SETTING[:-1], "1e-11", "--accountant", name, "--json")[1]) for name in ("pld", "rdp")]
     assert answers[0] == answers[1] and answers[0]["accountant"] == "rdp"
