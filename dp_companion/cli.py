@@ -42,7 +42,7 @@ BatchFlag = Annotated[int, typer.Option(help="b: expected batch size of Poisson 
 SizeFlag = Annotated[int, typer.Option(help="n: training records.")]
 DeltaFlag = Annotated[float, typer.Option(help="delta, in (0, 1).")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON value instead of a table.")]
-RunsFlag = Annotated[Path, typer.Option(help="Folder of runs and their records.")]
+RunsFlag = Annotated[Path, typer.Option(file_okay=False, help="Folder of runs and their records.")]
 ProfileFlag = Annotated[ProfileName, typer.Option(help="digits: minutes; laptop: hours; paper: days.")]
 
 # %% ../nbs/cli.ipynb #1eb4e777
@@ -159,9 +159,9 @@ def calibrate(
 # %% ../nbs/cli.ipynb #3e644575
 def _json_object(path):
     "The JSON object in a file."
-    try: content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error: raise ValueError(f"spec must be a readable JSON file, got {path} ({error})") from None
-    if not isinstance(content, dict): raise ValueError(f"spec must be a JSON object, got a {type(content).__name__} in {path}")
+    try: content = json.loads(path.read_text(encoding="utf-8-sig")) # with or without the mark that Windows puts first
+    except (OSError, ValueError, RecursionError) as error: raise ValueError(f"spec must be a readable JSON file, got {path} ({error})") from None
+    if not isinstance(content, dict): raise ValueError(f"spec must be a JSON object, got {json.dumps(content)[:40]} in {path}")
     return content
 
 # %% ../nbs/cli.ipynb #af91c18e
@@ -173,11 +173,13 @@ def run(
 
     The file has the fields of dp_companion.workbench.records.RunSpec, as the "spec" of any record.json has, such as {"paper": "global_adapt_v2", "method": "DP-SGD", "dataset": "digits", "model": "mnist_cnn", "clip_rule": "flat", "noise_multiplier": 1.1, "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64, "seed": 0}. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
-    from dp_companion.workbench.records import record_path, spec_from_dict
+    from dp_companion.workbench.records import read_record, record_path, spec_from_dict
     from dp_companion.workbench.training import train
     checked = spec_from_dict(_json_object(spec))
-    with _waiting(f"run {checked.name}"): record = train(checked, runs)
-    _say(record.to_dict() if as_json else {"record": str(record_path(record.spec, runs)), **record.final, **_three(record.budget)}, as_json)
+    path = record_path(checked, runs)
+    with _waiting(f"run {checked.name}"): train(checked, runs)
+    record = read_record(path) # as it is found the next time
+    _say(record.to_dict() if as_json else {"record": str(path), **record.final, **_three(record.budget)}, as_json)
 
 # %% ../nbs/cli.ipynb #9b49010a
 @app.command()
@@ -280,7 +282,7 @@ def data(as_json:JsonFlag=False):
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
 # %% ../nbs/cli.ipynb #dd5c8780
-_TYPED = {"noise_multiplier": "--noise-multiplier", "initial": "--noise-multiplier", "decay_rate": "--decay-rate", "drop_every": "--drop-every", "expected_batch_size": "--batch-size", "dataset_size": "--dataset-size",
+_TYPED = {"noise_multiplier": "--noise-multiplier", "decay_rate": "--decay-rate", "drop_every": "--drop-every", "expected_batch_size": "--batch-size", "dataset_size": "--dataset-size",
           "epochs": "--epochs", "target_epsilon": "--target-epsilon", "delta": "--delta", "kind": "--decay"} # a value's name -> its option
 _PLAINLY = {"Input should be a valid integer, unable to parse string as an integer": "must be a whole number, without commas", "Input should be a valid number, unable to parse string as a number": "must be a number"}
 
@@ -292,6 +294,7 @@ def main(
     for stream in (sys.stdout, sys.stderr): getattr(stream, "reconfigure", dict)(errors="backslashreplace") # where ε has no code
     try: status = app(args=arguments or ["--help"], standalone_mode=False)
     except (ArithmeticError, MemoryError) as error:
+        if arguments[:1] not in (["budget"], ["calibrate"]) and not isinstance(error, MemoryError): raise # a fault of a training, with where it is
         typer.echo(f"dp-companion: values must be of a size that can be computed with, got {' '.join(arguments)} ({' '.join(str(error).split()) or 'out of memory'})", err=True)
         sys.exit(2)
     except Exception as error:

@@ -14,6 +14,8 @@ from dp_companion.workbench import notebooks
 from dp_companion.workbench.page_keys import execution_key, is_experiment, is_kept, page_parameters
 
 SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
+SMALL = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
+             target_epsilon=1., epochs=1, expected_batch_size=128, seed=0) # A spec that trains in a second
 
 
 def process(*words, cwd=None):
@@ -106,8 +108,7 @@ def test_run_refuses_an_unknown_name(tmp_path):
                                                   ({"stability": .1}, "stability must be left out for clip_rule=flat, which has none, got stability=0.1")])
 def test_run_refuses_what_its_rule_would_not_use(tmp_path, monkeypatch, change, sentence):
     monkeypatch.chdir(tmp_path)
-    (tmp_path/"spec.json").write_text(json.dumps(dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
-                                                      target_epsilon=1., epochs=1, expected_batch_size=128, seed=0) | change))
+    (tmp_path/"spec.json").write_text(json.dumps(SMALL | change))
     status, out, err = terminal("run", "spec.json")
     assert (status, out) == (2, "") and err.count("\n") == 1 and sentence in err and not list(tmp_path.glob("runs/*/record.json"))
 
@@ -119,14 +120,12 @@ def test_tables_refuses_a_table_that_is_none():
 
 def test_run_trains_and_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    spec = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
-                target_epsilon=1., epochs=1, expected_batch_size=128, seed=0)
-    (tmp_path/"spec.json").write_text(json.dumps(spec))
+    (tmp_path/"spec.json").write_text(json.dumps(SMALL))
     first = terminal("run", "spec.json", "--json")
     record, = (tmp_path/"runs").glob("*/record.json")
     written = record.stat().st_mtime_ns
     second = terminal("run", "spec.json", "--json")
-    assert first[0] == 0 and json.loads(first[1]) == json.loads(second[1]) and record.stat().st_mtime_ns == written
+    assert first[0] == 0 and first[1] == second[1] and record.stat().st_mtime_ns == written
     said = terminal("run", "spec.json")[1] # An accuracy beside three epsilons
     assert all(f"\n{word}" in said for word in ("test_accuracy ", "claimed ε ", "certified ε, RDP ", "certified ε, PLD ", "empirical ε ", "verdict "))
     record.write_text(record.read_text()[:-40])
@@ -199,9 +198,10 @@ def test_numbers_beyond_what_can_be_computed_are_one_sentence(words):
     assert (status, out) == (2, "") and err.count("\n") == 1 and "values must be of a size that can be computed with" in err and words[2] in err
 
 
-def test_noise_that_decays_to_nothing_is_said_of_the_option_that_was_typed():
-    status, out, err = terminal("budget", "--noise-multiplier", "1", "--decay", "linear", "--decay-rate", "0.001", "--epochs", "1000", "--batch-size", "64", "--dataset-size", "6000")
-    assert (status, out) == (2, "") and "--noise-multiplier must be large enough" in err and "got --noise-multiplier=1.0" in err
+@pytest.mark.parametrize("words", [["budget", "--noise-multiplier", "1"], ["calibrate", "--target-epsilon", "1"]])
+def test_noise_that_decays_to_nothing_is_said_of_the_decay(words):
+    status, out, err = terminal(*words, "--decay", "linear", "--decay-rate", "0.001", "--epochs", "1000", "--batch-size", "64", "--dataset-size", "6000")
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "every value of a schedule must be > 0, got 0 at index" in err and "initial" not in err and "--noise-multiplier" not in err
 
 
 def test_below_the_smallest_delta_calibrate_says_that_rdp_answered():
@@ -214,11 +214,39 @@ def test_an_output_that_has_no_letter_for_epsilon_is_readable():
     assert done.returncode == 0 and done.stderr == b"" and b"\\u03b5" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["nowhere", "file"])
-def test_tables_say_that_their_folder_is_none(tmp_path, name):
+def test_tables_say_that_their_folder_is_none(tmp_path):
+    status, out, err = terminal("tables", "--runs", str(tmp_path/"nowhere"))
+    assert (status, out) == (2, "") and "runs must be a folder of runs" in err and str(tmp_path/"nowhere") in err
+
+
+@pytest.mark.parametrize("words", [["tables"], ["run", "spec.json"], ["audit", "spec.json"]])
+def test_a_file_is_no_folder_of_runs(tmp_path, words):
     (tmp_path/"file").write_text("")
-    status, out, err = terminal("tables", "--runs", str(tmp_path/name))
-    assert (status, out) == (2, "") and "runs must be a folder of runs" in err and str(tmp_path/name) in err
+    status, out, err = terminal(*words, "--runs", str(tmp_path/"file"))
+    assert (status, out) == (2, "") and err.count("\n") == 1 and "'--runs'" in err and f"{tmp_path/'file'}' is a file" in err
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("null", "spec must be a JSON object, got null in "), ("["*200_000, "spec must be a readable JSON file, got "),
+                                                ("\ufeff" + json.dumps({"sigma": 1}), "spec must hold only known names, got 'sigma'")])
+def test_a_spec_that_is_no_object_or_begins_with_a_mark(tmp_path, text, sentence):
+    (tmp_path/"spec.json").write_text(text, encoding="utf-8")
+    status, out, err = terminal("run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
+    assert (status, out) == (2, "") and err.count("\n") == 1 and sentence in err and not (tmp_path/"runs").exists()
+
+
+def test_a_run_whose_data_are_not_at_hand_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("DP_COMPANION_DATA", str(tmp_path/"empty"))
+    (tmp_path/"spec.json").write_text(json.dumps(SMALL | {"dataset": "mnist"}))
+    status, out, err = terminal("run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
+    assert (status, out) == (2, "") and err.count("\n") == 1 and not (tmp_path/"runs").exists()
+
+
+def test_a_fault_of_a_training_keeps_its_stack(tmp_path, monkeypatch):
+    from dp_companion.workbench import training
+    def at_fault(*_): raise ZeroDivisionError("inside a training")
+    monkeypatch.setattr(training, "train", at_fault)
+    (tmp_path/"spec.json").write_text(json.dumps(SMALL))
+    with pytest.raises(ZeroDivisionError): main(["run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs")])
 
 
 def test_tables_say_that_runs_are_of_other_sizes(root):

@@ -218,6 +218,21 @@ def test_every_kernel_gives_the_same_step(kernel, layout):
     assert difference(gradient(step), gradient(reference)) < 1e-9
 
 
+@pytest.mark.parametrize(("channels", "groups", "stride"), [(16, 1, 1), (16, 1, 2), (16, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["default", "channels_last"])
+def test_kernels_of_one_position_in_either_layout(layout, channels, groups, stride):
+    "Whose weights have both layouts at once, whatever their input has."
+    torch.manual_seed(0)
+    x, y = torch.randn(6, channels, 8, 6, dtype=torch.float64), torch.arange(6)
+    model = nn.Sequential(nn.Conv2d(channels, 8, 1, stride=stride, groups=groups), nn.Tanh(), nn.Flatten(), nn.LazyLinear(10)).double()
+    model(x)
+    reference = step_for(copy.deepcopy(model), engine="hooks")
+    reference(LOSS, x, y)
+    step = step_for(model.to(memory_format=layout), kernels={"0": "matrices"})
+    step(LOSS, x.to(memory_format=layout), y)
+    assert difference(gradient(step), gradient(reference)) < 1e-12
+
+
 def test_pinned_kernels_repeat_to_the_bit():
     x, y = batch(mnist_cnn, 16)
     first = step_for(network(mnist_cnn), generator=seeded(), noise_multiplier=1.)

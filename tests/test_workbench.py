@@ -9,6 +9,7 @@ import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -458,6 +459,15 @@ def test_a_cell_of_a_table_has_one_noise():
         return RunRecord(spec=spec, epochs=[], final={"test_accuracy": .5}, budget={"claimed": None, "certified": {"pld": {"epsilon": 1/sigma}}, "empirical": None}, provenance={})
     table = summarise([record(0, 2.), record(1, 2.), record(0, 1.)])
     assert table[["noise_multiplier", "certified_pld", "seeds"]].values.tolist() == [[2., .5, 2], [1., 1., 1]]
+
+
+def test_reference_records_are_found_from_a_folder_below(monkeypatch):
+    from dp_companion.workbench.tables import reference_of
+    here = Path(__file__).parents[1]
+    monkeypatch.chdir(here/"nbs"/"experiments"/"sad") # As Jupyter does
+    below = reference_of("sad")
+    monkeypatch.chdir(here)
+    assert below and below == reference_of("sad") and reference_of("sad", Path("no/such/folder")) == []
 
 
 def test_the_sampler_of_24_bits_stays_within_the_target():

@@ -208,7 +208,8 @@ def padded_again(layer, a, frame:Tensor|None)->Tensor:
 
 def patches_in_turn(layer, slots, a, b, samples:int): # (samples*groups, T, D) each, all in one memory
     "Patches of a few samples after another, features in the order of the weight's memory, in the layout that is cheaper to copy."
-    is_last, positions, frame, room = slots["weight"].channels_last, b[0, 0].numel(), None, None
+    is_last = slots["weight"].channels_last or (layer.kernel_size==(1, 1) and not a.is_contiguous()) # A kernel of one position has both layouts
+    positions, frame, room = b[0, 0].numel(), None, None
     rows = is_last and a.shape[1]>=8*layer.groups # Fewer channels are shorter than a line of positions
     order = (0, 1, 5, 6, 3, 4, 2) if rows else (0, 1, 3, 4, 2, 5, 6) if is_last else tuple(range(7))
     for x in (a if rows else a.contiguous()).split(samples):

@@ -70,7 +70,7 @@ class Schedule:
 def _values(self:Schedule, index):
     "The values at these indices; one that vanishes is an error."
     values = self.initial*self.factor(index)
-    if not (values > 0).all(): raise ValueError(f"initial must be large enough to stay > 0 at index {index[-1]}, got initial={self.initial}")
+    if not (values > 0).all(): raise ValueError(f"every value of a schedule must be > 0, got 0 at index {index[~(values > 0)][0]}; let it decay less, or over fewer epochs")
     return values
 
 @patch

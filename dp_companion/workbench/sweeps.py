@@ -14,6 +14,7 @@ import pandas as pd
 from fastcore.basics import patch
 from ..budgets.schedules import PoissonPlan
 from ..figures import figure, series
+from .paired import counted
 from .records import RunRecord
 from .sanitized_grid import SWEEPS, LayerProfile, claim_of, sweep_specs
 from .tables import epsilon_text
@@ -75,7 +76,7 @@ class Sweeps:
         return list(dict.fromkeys(s for values in self.asked[name].values() for specs in values.values() for s in specs))
     def described(self)->str: # Markdown, a line a data set
         "What is run, and what stays where something else varies."
-        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {size.epochs} epochs in batches of {size.expected_batch_size}, {size.seeds} seed(s) a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
+        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, {size.seeds} seed(s) a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
                          f"Claimed ε = {claim_of(size):.3g} for each, certified: none." for name, size in self.sizes.items())
     def label(self,
         name:str, # Of a data set
@@ -151,7 +152,7 @@ def _line(ax, sweeps, name, sweep, share, k, has_shares):
     "One line of means, a dot for each seed; where there are several shares, named by their epochs and the ε that is claimed after them."
     t, size = sweeps.table(name, sweep, share), sweeps.sizes[name]
     epochs = _after(sweeps.records[next(iter(sweeps.asked[name][sweep].values()))[0]], share)
-    said = f"{epochs} epochs, ε {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
+    said = f"{counted(epochs, 'epoch')}, ε {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
     style = series(k)
     ax.plot(t["value"], t["accuracy"], label=said, **style)
     seeds = t[["value", "each"]].explode("each")

@@ -29,10 +29,11 @@ def read_records(
 
 def reference_of(
     paper:str, # A key of `published.PAPERS`
-    folder:Path=Path("results/laptop"), # Of the reference records, from the project's root
+    folder:Path=Path("results/laptop"), # Of the reference records, from the working directory or a folder above it
 )->list: # RunRecords; none where the folder is not there
     "The committed records of a paper on real data."
-    return [r for r in read_records(folder) if r.spec.paper == paper] if Path(folder).is_dir() else []
+    found = next((p/folder for p in (Path.cwd(), *Path.cwd().parents) if (p/folder).is_dir()), None)
+    return [r for r in read_records(found) if r.spec.paper == paper] if found else []
 
 # %% ../../nbs/workbench/tables.ipynb #807050b6
 METRICS = {"accuracy": ("test_accuracy", 100), "loss": ("test_loss", 1), "auc": ("test_auc", 1), "matthews": ("test_matthews", 1), "precision": ("test_precision", 100), "recall": ("test_recall", 100),

@@ -27,9 +27,10 @@ def train(
 )->RunRecord: # Found there, or trained now
     "The record of `spec`: found in `runs`, resumed at its last epoch, or trained from the start."
     if (found := find_record(spec, runs)) is not None: return found
+    data = data or load_dataset(spec.dataset) # where there is none, no folder is made
     record_path(spec, runs).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(record_path(spec, runs).with_name(".lock")): # who asks for a run while another process trains it waits, and finds its record
-        return find_record(spec, runs) or (train_sanitized if spec.paper == "sanitization" else train_now)(spec, runs, data or load_dataset(spec.dataset))
+        return find_record(spec, runs) or (train_sanitized if spec.paper == "sanitization" else train_now)(spec, runs, data)
 
 # %% ../../nbs/workbench/training.ipynb #755dc457
 def training_device()->str: # For torch
