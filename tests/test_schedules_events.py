@@ -143,7 +143,7 @@ def test_the_factory_wants_what_the_kind_needs(kind, given_, name):
 
 
 def test_a_value_that_vanishes_is_an_error():
-    with pytest.raises(ValueError, match="initial must be large enough"): LinearDecay(initial=1.0, decay_rate=0.1).values(1000)
+    with pytest.raises(ValueError, match="every value of a schedule must be > 0, got 0 at index 324;"): LinearDecay(initial=1.0, decay_rate=0.1).values(1000)
 
 
 def test_frozen():
