@@ -218,18 +218,18 @@ def test_every_kernel_gives_the_same_step(kernel, layout):
     assert difference(gradient(step), gradient(reference)) < 1e-9
 
 
-@pytest.mark.parametrize(("channels", "groups", "stride"), [(16, 1, 1), (16, 1, 2), (16, 2, 2), (4, 1, 1)])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["default", "channels_last"])
-def test_kernels_of_one_position_in_either_layout(layout, channels, groups, stride):
-    "Whose weights have both layouts at once, whatever their input has."
+@pytest.mark.parametrize(("kernel", "channels", "groups", "stride"), [(1, 16, 1, 1), (1, 16, 1, 2), (1, 16, 2, 2), (1, 4, 1, 1), (3, 16, 1, 1), (3, 16, 2, 2)])
+@pytest.mark.parametrize("last", ["neither", "input", "both"])
+def test_patches_in_either_layout_of_input_and_weight(last, kernel, channels, groups, stride):
+    "A kernel of one position has both layouts at once, whatever its input has; a larger one does not."
     torch.manual_seed(0)
     x, y = torch.randn(6, channels, 8, 6, dtype=torch.float64), torch.arange(6)
-    model = nn.Sequential(nn.Conv2d(channels, 8, 1, stride=stride, groups=groups), nn.Tanh(), nn.Flatten(), nn.LazyLinear(10)).double()
+    model = nn.Sequential(nn.Conv2d(channels, 8, kernel, stride=stride, groups=groups), nn.Tanh(), nn.Flatten(), nn.LazyLinear(10)).double()
     model(x)
     reference = step_for(copy.deepcopy(model), engine="hooks")
     reference(LOSS, x, y)
-    step = step_for(model.to(memory_format=layout), kernels={"0": "matrices"})
-    step(LOSS, x.to(memory_format=layout), y)
+    step = step_for(model.to(memory_format=torch.channels_last) if last == "both" else model, kernels={"0": "matrices"})
+    step(LOSS, x if last == "neither" else x.to(memory_format=torch.channels_last), y)
     assert difference(gradient(step), gradient(reference)) < 1e-12
 
 
