@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 # %% ../../nbs/algorithms/noise.ipynb #19693346
 BLOCK = 1<<18 # Bytes of which the first half gives radii and the second angles, a multiple of 16
-AT_ONCE = 4 # Blocks drawn and turned at once: enough for several threads, and few enough for the cache
+AT_ONCE = 8 # Blocks drawn and turned at once: enough for several threads, and few enough for the cache
 ZEROS = bytes(AT_ONCE*BLOCK)
 
 def key_stream(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['execute', 'listed_records', 'record_sums', 'write_page', 'is_current', 'source_notebooks', 'execute_all',
            'reading_order', 'committed_keys', 'refresh_pages', 'smaller_picture', 'steady_table', 'kept_output',
-           'with_outputs', 'execute_watched', 'readme_text']
+           'kept_outputs', 'with_outputs', 'execute_watched', 'readme_text']
 
 # %% ../../nbs/workbench/notebooks.ipynb #97b86387
 import hashlib
@@ -178,6 +178,17 @@ def kept_output(
     data = {kind: change[kind](value) if kind in change else value for kind, value in output.get("data", {}).items()}
     return {**output, "metadata": {}, **({"data": data} if data else {}), **({"execution_count": None} if "execution_count" in output else {})}
 
+def kept_outputs(
+    outputs:list, # Of a cell that has run
+)->list: # The same as they are committed
+    "Outputs without standard error, and what was printed in one piece: in how many it comes is chance."
+    kept = []
+    for output in outputs:
+        if output.get("name") == "stdout" and kept and kept[-1].get("name") == "stdout":
+            kept[-1]["text"] = "".join([*kept[-1]["text"], *output["text"]]).splitlines(keepends=True)
+        elif output.get("name") != "stderr": kept.append(kept_output(output))
+    return kept
+
 # %% ../../nbs/workbench/notebooks.ipynb #f3cdca01
 def with_outputs(
     notebook:Path, # The source
@@ -187,7 +198,7 @@ def with_outputs(
     content, done = (json.loads(p.read_text(encoding="utf-8")) for p in (notebook, executed))
     own = [cell for cell in done["cells"] if "injected-parameters" not in cell["metadata"].get("tags", [])] # papermill adds a cell
     for cell, ran in zip(content["cells"], own, strict=True):
-        if cell["cell_type"] == "code": cell["outputs"] = [kept_output(o) for o in ran["outputs"] if o.get("name") != "stderr"]
+        if cell["cell_type"] == "code": cell["outputs"] = kept_outputs(ran["outputs"])
     return json.dumps(content, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 # %% ../../nbs/workbench/notebooks.ipynb #3af672c8

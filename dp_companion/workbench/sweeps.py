@@ -76,7 +76,7 @@ class Sweeps:
         return list(dict.fromkeys(s for values in self.asked[name].values() for specs in values.values() for s in specs))
     def described(self)->str: # Markdown, a line a data set
         "What is run, and what stays where something else varies."
-        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, {size.seeds} seed(s) a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
+        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, {counted(size.seeds, 'seed')} a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
                          f"Claimed ε = {claim_of(size):.3g} for each, certified: none." for name, size in self.sizes.items())
     def label(self,
         name:str, # Of a data set
@@ -131,7 +131,7 @@ def show(self:Sweeps,
     for sweep, name in ((sweep, name) for sweep in sweeps for name in self.panels(sweep)):
         t = self.table(name, sweep)
         accuracies = [f"{a:.1f}" + (f" ± {s:.1f}" if s == s else "") + f" ({n})" for a, s, n in zip(t["accuracy"], t["sd"], t["seeds"])]
-        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%) (seeds)": accuracies, "runs that lost a class": t["losers"], "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥": t["empirical"].map(epsilon_text)})
+        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%) (seeds)": accuracies, "runs that lost a class": t["losers"], "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥ (median)": t["empirical"].map(epsilon_text)})
         display(Markdown(f"**{self.label(name)}: {SWEEP_NAMES[sweep]}**"), text.style.hide(axis="index"))
 
 # %% ../../nbs/workbench/sweeps.ipynb #f5172053
