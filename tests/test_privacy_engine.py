@@ -652,6 +652,34 @@ def test_an_average_of_weights_is_the_plain_module(engine):
     again.load_state_dict(average.state_dict())
 
 
+def test_a_pass_ends_with_the_epoch_where_a_plan_ends_before():
+    engine, model, optimizer, loader = private(dataset=flat_data(100), model=flat_network(), batch_size=30, noise_multiplier=1.)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert (len(engine.accountant), PoissonPlan(dataset_size=100, expected_batch_size=30, epochs=1).steps) == (4, 3)
+
+
+def test_a_sum_is_divided_by_the_batch_size_too():
+    def moved(reduction):
+        own = nn.Linear(6, 3).double()
+        nn.init.zeros_(own.weight), nn.init.zeros_(own.bias)
+        model, optimizer, loader = PrivacyEngine().make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=1.), data_loader=DataLoader(flat_data(), batch_size=40),
+            noise_multiplier=1e-9, max_grad_norm=10., loss_reduction=reduction)
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+        return own.weight.detach()
+    torch.testing.assert_close(moved("sum"), moved("mean"), rtol=1e-6, atol=1e-7)
+
+
+def test_the_schedule_that_a_refusal_names_is_taken():
+    with pytest.raises(ValueError, match="bound_schedule must be a Schedule") as error: private(bound_schedule=2.)
+    named = str(error.value).split("such as ")[1].split(", got")[0]
+    private(bound_schedule=eval(named), max_grad_norm=None)
+
+
 def test_words_that_say_one_thing_agree():
     with pytest.raises(ValueError, match="max_grad_norm must be left out or equal bound_schedule's initial 3.0"):
         private(max_grad_norm=1., bound_schedule=StepDecay(initial=3., decay_rate=.5, drop_every=2, decay_of="value"))

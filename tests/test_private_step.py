@@ -873,7 +873,7 @@ def test_a_public_table_stays_whole():
     with pytest.raises(ValueError, match="batch"): whole(LOSS, (x, table), y[:3])
 
 
-@pytest.mark.parametrize("options, word", [({"max_physical_batch_size": -1}, "max_physical_batch_size must be"), ({"expected_batch_size": math.inf}, "expected_batch_size must be"), ({"clip_rule": "flat"}, "clip_rule must be a ClipRule, got clip_rule='flat'"), ({"generator": 1}, "generator must be a torch.Generator or None, got generator=1")])
+@pytest.mark.parametrize("options, word", [({"max_physical_batch_size": -1}, "max_physical_batch_size must be"), ({"expected_batch_size": 2.5}, "expected_batch_size must be a whole number"), ({"expected_batch_size": math.inf}, "expected_batch_size must be"), ({"clip_rule": "flat"}, "clip_rule must be a ClipRule, got clip_rule='flat'"), ({"generator": 1}, "generator must be a torch.Generator or None, got generator=1")])
 def test_settings_without_a_meaning_are_refused(options, word):
     with pytest.raises(ValueError, match=word): step_for(nn.Linear(4, 3), **options)
 

@@ -239,7 +239,7 @@ class Recipe:
 def check_schedules(**schedules):
     "Refuse what is no schedule."
     for name, value in schedules.items():
-        if value is not None and not isinstance(value, Schedule): raise ValueError(f"{name} must be a Schedule, such as StepDecay(initial=2., decay_rate=.5, drop_every=10), got {name}={value!r}")
+        if value is not None and not isinstance(value, Schedule): raise ValueError(f"{name} must be a Schedule, such as StepDecay(initial=2., decay_rate=.5, drop_every=10, decay_of='value'), got {name}={value!r}")
 
 def check_bound(rule:ClipRule, bound_schedule:Schedule|None, max_grad_norm:float|None=None):
     "Refuse a second mover of one bound, or a second word for where it starts."
@@ -260,7 +260,7 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     engine:str="book", # book, ghost or hooks
     expected_batch_size:int|None=None, # b, public, of all processes together; None: the data loader's batch_size
     criterion=None, # Wrapped with engine="ghost"; None: cross-entropy
-    loss_reduction:str="mean", # What the loop's loss does over the batch: mean or sum
+    loss_reduction:str="mean", # What the loop's loss does over the batch, mean or sum; the step is divided by b for both
     noise_generator:torch.Generator|None=None, # A seed, for experiments
     grad_sample_mode:str="hooks", # Opacus's word for engine="ghost"
     kernels:dict|None=None, # Layer name -> kernel, for runs that repeat to the bit on other machines

@@ -23,7 +23,7 @@ from .book_keeping import has_kernel, is_looked_at, own_parameters, tapped_layer
 from .clipping import ClipRule, CountingRule
 from .engines import ENGINES, check_rows, part_of
 from .noise import GaussianNoise, seeded_by_torch
-from ..budgets.schedules import _real, _whole
+from ..budgets.schedules import _whole
 
 # %% ../../nbs/algorithms/private_step.ipynb #1e13094c
 def is_hooked(p:nn.Parameter)->bool: return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)) # Whether something sees a gradient in the backward pass
@@ -148,7 +148,7 @@ def check_settings(engine:str, clip_rule, noise_multiplier, expected_batch_size,
     "Refuse what no step can have."
     if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; dp_companion.algorithms.clipping.clip_rule makes one from its name")
     if noise_multiplier is not None: check_multiplier(noise_multiplier) # Else each call gives one
-    _real("expected_batch_size", expected_batch_size)
+    _whole("expected_batch_size", expected_batch_size)
     if max_physical_batch_size is not None: _whole("max_physical_batch_size", max_physical_batch_size)
     if engine not in ENGINES: raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got engine={engine!r}")
     if is_distributed and engine!="book": raise ValueError(f"engine must be 'book' under DistributedDataParallel, got engine={engine!r}")
@@ -182,7 +182,7 @@ class PrivateStep:
     "Differentially private steps for a model and an ordinary optimizer."
     def __init__(self,
         model:nn.Module, # Left as it is by engine="book"; may be wrapped in DistributedDataParallel
-        optimizer:torch.optim.Optimizer, # Any; it sees ordinary gradients
+        optimizer:torch.optim.Optimizer, # Any that steps on one gradient, which is not LBFGS
         *,
         clip_rule, # A ClipRule
         expected_batch_size:int, # b, public, of the logical batch

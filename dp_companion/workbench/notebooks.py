@@ -178,6 +178,7 @@ def kept_output(
     data = {kind: change[kind](value) if kind in change else value for kind, value in output.get("data", {}).items()}
     return {**output, "metadata": {}, **({"data": data} if data else {}), **({"execution_count": None} if "execution_count" in output else {})}
 
+# %% ../../nbs/workbench/notebooks.ipynb #f3cdca01
 def kept_outputs(
     outputs:list, # Of a cell that has run
 )->list: # The same as they are committed
@@ -189,7 +190,6 @@ def kept_outputs(
         elif output.get("name") != "stderr": kept.append(kept_output(output))
     return kept
 
-# %% ../../nbs/workbench/notebooks.ipynb #f3cdca01
 def with_outputs(
     notebook:Path, # The source
     executed:Path, # The same notebook, executed

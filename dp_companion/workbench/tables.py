@@ -231,8 +231,8 @@ def refuted(
     alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
     share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
     if furthest[0].spec.accounting == "as_printed":
-        return f"An attack on the noise refutes the claimed ε for {share}" + (f", by the largest factor that of {names}: claimed {claimed}, achieved {achieved}." if over else ".") + alone
-    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f", by the largest factor for {names}: {claimed} against {achieved}." if over else ".") + alone
+        return f"An attack on the noise refutes the claimed ε for {share}" + (f"; the largest factor is that of {names}: claimed {claimed}, achieved {achieved}." if over else ".") + alone
+    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f"; the largest factor is that for {names}: {claimed} against {achieved}." if over else ".") + alone
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
 def provenance_line(
