@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms import book_keeping, engines, per_sample_norms
-from dp_companion.algorithms.clipping import PSAC, AutoS, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
+from dp_companion.algorithms.clipping import PSAC, AutoS, ClipRule, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
 from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
@@ -592,7 +592,51 @@ def test_gradients_that_a_cache_holds_are_formed_at_once():
     step = step_for(network(digits_cnn), clip_rule=Watched(max_grad_norm=.5), kernels={"0": "matrices", "3": "matrices"})
     SEEN.clear()
     step(LOSS, *batch(digits_cnn, 11))
-    assert SEEN == [11]
+    assert SEEN[0] == 11 and SEEN[1:] == [1, 1] # Two alone, to see that the rule treats them as in the batch
+
+
+# Rules that are not what they promise
+
+class Negative(ClipRule):
+    def scale(self, norms, groups=None): return torch.full_like(norms, -1e6)
+
+
+class NotANumber(ClipRule):
+    def scale(self, norms, groups=None): return torch.full_like(norms, math.nan)
+
+
+class ByTheLargest(ClipRule):
+    def scale(self, norms, groups=None): return torch.ones_like(norms)/norms.max()
+
+
+@pytest.mark.parametrize("rule", [Negative(), NotANumber()])
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_what_a_rule_must_not_say_is_a_scale_of_zero(rule, engine):
+    step = step_for(network(digits_cnn), clip_rule=rule, engine=engine)
+    report = step(LOSS, *batch(digits_cnn, 5))
+    assert torch.equal(report.nonprivate_scales, torch.zeros(5)) and torch.equal(gradient(step), torch.zeros_like(gradient(step)))
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_a_rule_that_lets_samples_meet_is_refused(engine):
+    step = step_for(network(digits_cnn), clip_rule=ByTheLargest(), engine=engine)
+    with pytest.raises(ValueError, match="clip_rule must scale a sample by its own norm alone, got .* from ByTheLargest"): step(LOSS, *batch(digits_cnn, 5))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "hooks"])
+def test_a_change_in_place_under_opacus_is_one_sentence(engine):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="use inplace=False, or engine='book'"): step_for(model, engine=engine)(LOSS, torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
+
+
+def test_ghost_refuses_layers_that_share_a_parameter():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match="got '0' and '1'; use engine='book'"): step_for(model, engine="ghost")
+
+
+def test_a_parameter_without_a_shape_is_refused():
+    with pytest.raises(ValueError, match="got one without at 'weight'; run the model on a batch before"): step_for(nn.LazyLinear(3))
 
 
 def test_a_rule_with_groups_sees_each_sample_with_its_own(small_pieces):

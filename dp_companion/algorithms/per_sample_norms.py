@@ -386,7 +386,7 @@ def opacus_rows(layer, slots, a, b):
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #049f4d9d
 HELD_BYTES = 1<<28 # Largest gradient of one sample where Gram matrices would do
 
-KERNELS = {
+KERNELS = { # Kind of layer -> name -> kernel: of a layer, its slots by parameter name, its input a (batch, ...) and the gradient b (batch, ...) at its output it makes the Parts
     nn.Linear: dict(rank_one=linear_rank_one, gram=linear_gram, matrices=linear_matrices),
     nn.Conv2d: dict(matrices=conv_matrices, grouped=conv_grouped, gram=conv_gram, gram_product=conv_gram_product),
     nn.GroupNorm: dict(rows=group_norm), nn.LayerNorm: dict(rows=layer_norm),

@@ -56,7 +56,7 @@ def check_criterion(criterion, loss_reduction:str, engine:str):
     if engine!="ghost" and own=="mean" and getattr(criterion, "weight", None) is not None:
         raise ValueError("criterion must not have class weights with reduction='mean', which divides by the weights of the whole batch and so mixes "
             "samples, got one; use engine='ghost', or reduction='sum' with loss_reduction='sum'")
-    if engine!="ghost" and own=="mean" and getattr(criterion, "ignore_index", -1)>=0:
+    if engine!="ghost" and own=="mean" and getattr(criterion, "ignore_index", -100)!=-100: # torch's default, which no class has
         raise ValueError(f"criterion must not ignore labels with reduction='mean', which divides by how many of the whole batch are left, got ignore_index={criterion.ignore_index}; "
             "use engine='ghost', or reduction='sum' with loss_reduction='sum'")
 

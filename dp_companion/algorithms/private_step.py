@@ -6,7 +6,7 @@
 __all__ = ['is_hooked', 'check_parameter', 'check_own_parameters', 'is_fixed', 'check_layer', 'check_unchanged', 'check_model',
            'untrained', 'is_same', 'is_kept', 'restore', 'check_untrained', 'unchanged_state', 'StepReport',
            'check_multiplier', 'check_settings', 'check_parameters', 'check_trainable', 'check_groups', 'PrivateStep',
-           'gathered', 'keep_freed_memory']
+           'check_own_norm', 'gathered', 'keep_freed_memory']
 
 # %% ../../nbs/algorithms/private_step.ipynb #91f8a8dd
 import ctypes
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from .book_keeping import has_kernel, is_looked_at, own_parameters, tapped_layers
 from .clipping import ClipRule, CountingRule
 from .engines import ENGINES, check_rows, part_of
@@ -30,6 +31,7 @@ def is_hooked(p:nn.Parameter)->bool: return bool(p._backward_hooks or getattr(p,
 
 def check_parameter(name:str, p:nn.Parameter):
     "Refuse a trainable parameter whose gradient is rounded, or changed, after it was clipped."
+    if is_lazy(p): raise ValueError(f"parameters must have their shapes, got one without at {name!r}; run the model on a batch before")
     if p.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"trainable parameters must be float32 or float64, since one sample moves a coarser sum by many times its bound, got {p.dtype} at {name!r}; call model.float()")
     if is_hooked(p): raise ValueError(f"trainable parameters must have no hooks, which change a gradient after it is measured, got one at {name!r}")
@@ -55,7 +57,7 @@ def check_layer(name:str, layer:nn.Module):
     if not any(p.requires_grad for p in layer.parameters()): return
     check_own_parameters(name, layer)
     if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)): raise ValueError(f"recurrent layers must be Opacus's own, whose steps are layers, got {kind} at {name!r}; use DP{kind} of opacus.layers.dp_rnn")
-    if isinstance(layer, nn.EmbeddingBag): raise ValueError(f"the model must not use EmbeddingBag, which has no per-sample gradient, got one at {name!r}; use Embedding and a mean over its words")
+    if isinstance(layer, nn.EmbeddingBag): raise ValueError(f"the model must not use EmbeddingBag, which may pack samples so that none has a row of its own, got one at {name!r}; use Embedding and a mean over its words")
 
 def check_unchanged(name:str, layer:nn.Module):
     "Refuse a trainable layer that does not do what its class does."
@@ -211,7 +213,14 @@ class PrivateStep:
 
 # %% ../../nbs/algorithms/private_step.ipynb #6b0d3632
 @patch
-def __call__(self:PrivateStep, loss_fn, inputs, targets, *, noise_multiplier=None, groups=None)->StepReport:
+def __call__(self:PrivateStep,
+    loss_fn, # See `per_sample_losses`
+    inputs, # A tensor, a tuple of arguments or a dict of them; batch first
+    targets:Tensor, # (batch, ...)
+    *,
+    noise_multiplier:float|None=None, # sigma of this step; None: the one it was built with
+    groups:Tensor|None=None, # (batch,) group labels, for rules that need them
+)->StepReport:
     "One private step on one logical batch."
     if not isinstance(targets, Tensor): raise ValueError(f"targets must be a tensor with the batch in front, got a {type(targets).__name__}")
     check_groups(groups, targets)
@@ -259,7 +268,7 @@ def accumulate(self:PrivateStep,
     check_groups(groups, targets)
     if self.has_noise and self.counts_first and not self.is_counted:
         raise ValueError("a rule that counts before it scales must see the logical batch in one call, got a second piece; use PrivateStep with max_physical_batch_size")
-    seen, self.engine.at_once = [], self.counts_first and not self.is_counted
+    seen, self.engine.at_once, self.looks = [], self.counts_first and not self.is_counted, is_looked_at(self.engine.passes)
     def scale(norms): # Of the next samples
         start = sum(len(s[0]) for s in seen)
         if start+len(norms)>len(targets): check_rows(start+len(norms), len(targets))
@@ -267,11 +276,18 @@ def accumulate(self:PrivateStep,
         seen.append((norms.detach(), self.scales(norms.detach(), of_piece), of_piece))
         return seen[-1][1]/self.expected_batch_size
     self.is_begun = False # What fails half-way has added a part of the samples: such a step cannot go on
-    with unchanged_state(self.model, is_looked_at(self.engine.passes)): losses = self.engine.accumulate(loss_fn, inputs, targets, scale)
+    with unchanged_state(self.model, self.looks): losses = self.engine.accumulate(loss_fn, inputs, targets, scale)
     check_rows(sum(len(s[0]) for s in seen), len(targets))
     self.is_begun, self.seen, self.losses = True, self.seen + seen, [*self.losses, losses]
 
 # %% ../../nbs/algorithms/private_step.ipynb #dcfc5541
+def check_own_norm(rule, norms:Tensor, extra:tuple, found:Tensor):
+    "Refuse a rule by which one sample's scale goes by other samples: with one record all of them would move."
+    for k in {int(norms.argmin()), int(norms.argmax())}:
+        alone = rule.scale(norms[k:k+1], *(of_each[k:k+1] for of_each in extra))
+        if not torch.allclose(alone, found[k:k+1], rtol=1e-4, atol=0, equal_nan=True):
+            raise ValueError(f"clip_rule must scale a sample by its own norm alone, got {found[k].item():.4g} in a batch and {alone.item():.4g} without the others from {type(rule).__name__}")
+
 @patch
 def scales(self:PrivateStep, norms, groups)->Tensor: # (batch,)
     "The rule's scales, held to its sensitivity whatever it says, and zero where the norm is not finite; draws the noise if that has not been done."
@@ -281,8 +297,10 @@ def scales(self:PrivateStep, norms, groups)->Tensor: # (batch,)
     finite = torch.isfinite(norms)
     found = self.clip_rule.scale(norms.masked_fill(~finite, 0), *extra)
     if found.shape!=norms.shape: raise ValueError(f"clip_rule must give one scale a sample, got shape {tuple(found.shape)} from {type(self.clip_rule).__name__} for {len(norms)} samples")
+    if self.looks and len(norms)>1: check_own_norm(self.clip_rule, norms.masked_fill(~finite, 0), extra, found)
     largest = torch.div(torch.tensor(self.sensitivity, dtype=torch.float64), norms.double()) # Rounded once, as the rules are
-    return torch.where(finite, torch.minimum(found.double(), largest).to(norms.dtype), 0)
+    held = torch.minimum(found.double().nan_to_num(0), largest).clamp(0, torch.finfo(norms.dtype).max)
+    return torch.where(finite, held.to(norms.dtype), 0)
 
 @patch
 def draw_noise(self:PrivateStep):

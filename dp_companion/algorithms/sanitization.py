@@ -162,7 +162,7 @@ def sanitization_cnn(
     filters:tuple=CNN_FILTERS, # Of the three convolutions
 )->nn.Sequential: # Images to logits; parts below, sanitization, head
     "Three convolutions, three poolings and the funnel (paper sanitization, Section 6.1)."
-    if not image_size >= 8: raise ValueError(f"image_size must be >= 8, got image_size={image_size}")
+    _whole("image_size", image_size, 8)
     sizes = (_whole("channels", channels),) + tuple(filters)
     convolutions = [layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))]
     top = funnel(width, classes, in_features=sizes[-1]*(image_size//8)**2, sanitization=sanitization)

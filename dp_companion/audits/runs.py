@@ -56,8 +56,8 @@ def attack_reads(
     delta:float, # In [0, 1)
 )->str: # Sentences
     "What a table's empirical epsilon is, for its page."
-    return ("The empirical ε is what an attack on the released noise achieves for a record of the largest norm, whatever the network learns: runs whose noise is alike share it. "
-            f"With {draws:,} draws it cannot show more than {attack_limit(draws=draws, delta=delta):.1f}, so that value says *at least*.")
+    return ("The empirical ε is a lower bound, at 95 % confidence: what an attack on the released noise achieves for a record of the largest norm, whatever the network learns. Runs whose noise is alike share it. "
+            f"With {draws:,} draws it cannot show more than {attack_limit(draws=draws, delta=delta):.1f}: where a table has that, the true one may be far larger.")
 
 # %% ../../nbs/audits/runs.ipynb #8dd31027
 def with_finding(

@@ -203,6 +203,7 @@ def load_cifar(
 )->Dataset: # 50,000 training and 10,000 test images of 3×32×32
     "CIFAR from the original batches through torchvision, else from an image folder, else downloaded and verified."
     import torchvision.datasets
+    if classes not in (10, 100): raise ValueError(f"classes must be 10 or 100, got classes={classes}")
     kind, root, name = getattr(torchvision.datasets, f"CIFAR{classes}"), Path(root or data_root()), f"cifar{classes}"
     title, batches = f"CIFAR-{classes}: colour images of 32×32 pixels (Krizhevsky 2009)", [root/kind.base_folder, root/kind.filename]
     if (root/name).exists() and not any(path.exists() for path in batches):

@@ -59,8 +59,8 @@ def macro_roc_auc(
 )->float: # In [0, 1]; 0.5 is chance
     "Mean over classes of one-against-rest ROC-AUC, through scikit-learn."
     from sklearn.metrics import roc_auc_score
-    missing = sorted(set(range(logits.shape[1])) - set(labels.tolist()))
-    if missing: raise ValueError(f"labels must hold every class for an AUC, got none of class {missing[0]}")
+    odd = sorted(set(range(logits.shape[1])) ^ set(labels.tolist()))
+    if odd: raise ValueError(f"labels must hold every class of {logits.shape[1]} and no other for an AUC, got {'none of' if 0 <= odd[0] < logits.shape[1] else 'one of'} class {odd[0]}")
     if not logits.isfinite().all(): raise ValueError("logits must be finite for an AUC, got an infinite or NaN value")
     odds = class_log_odds(logits.double())
     return float(np.mean([roc_auc_score((labels == k).numpy(), odds[:, k].numpy()) for k in range(logits.shape[1])]))
@@ -72,7 +72,7 @@ def fairness_metrics(
     class_names:Sequence=(), # Names of the classes; their numbers where empty
 )->dict: # accuracy, auc, and accuracy_group_<name> for each class; shares of 1
     "Accuracy, macro ROC-AUC and the accuracy of each class, named as in Tables 7 to 12."
-    predictions = logits.argmax(1)
-    names = list(class_names) or range(logits.shape[1])
+    predictions, names = logits.argmax(1), list(class_names) or range(logits.shape[1])
+    if len(names) != logits.shape[1]: raise ValueError(f"class_names must be one for each of {logits.shape[1]} classes, got {len(names)}")
     groups = {f"accuracy_group_{names[m]}": share for m, share in group_accuracies(predictions, labels).items()}
     return {"accuracy": (predictions == labels).double().mean().item(), "auc": macro_roc_auc(logits, labels), **groups}

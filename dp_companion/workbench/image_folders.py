@@ -53,6 +53,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 # %% ../../nbs/workbench/image_folders.ipynb #95569166
 def _classes(folder):
     "The class names of an image folder, the same in both parts."
+    if not folder.is_dir(): raise FileNotFoundError(f"image folder must be at {folder}, got no such folder; put train/<class> and test/<class> with the images there")
     for part in ("train", "test"):
         if not (folder/part).is_dir(): raise ValueError(f"image folder must hold train/<class> and test/<class>, got {folder} without {part}")
     train, test = (sorted(p.name for p in (folder/part).iterdir() if p.is_dir()) for part in ("train", "test"))
@@ -65,7 +66,7 @@ def _pixels(path):
     from PIL import Image
     try:
         with Image.open(path) as image: return np.asarray(image.convert("RGB"))
-    except OSError as error: raise ValueError(f"every image must be readable, got {path} ({type(error).__name__})") from None
+    except OSError as error: raise ValueError(f"every image must be readable, got {path} ({type(error).__name__}); delete it, or put the original there") from None
 
 # %% ../../nbs/workbench/image_folders.ipynb #f0819a38
 def _images(folder, classes):

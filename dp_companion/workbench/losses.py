@@ -23,7 +23,8 @@ def focal_loss(
     reduction:str="mean", # "mean", "sum" or "none"
 )->Tensor: # A scalar, or (batch,) with "none"; nats
     "Focal loss of the true class (paper `global_adapt_v2`, equation 6; more than two classes by softmax)."
-    _check_focal(alpha, gamma, logits)
+    _check_focal(alpha, gamma)
+    _check_shapes(logits, targets, alpha)
     log_p = log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0]
     missing = -torch.expm1(log_p) # 1 - p_t, without cancellation
     weight = torch.as_tensor(alpha, dtype=logits.dtype, device=logits.device)
@@ -32,12 +33,14 @@ def focal_loss(
     return _reduced(losses, reduction)
 
 # %% ../../nbs/workbench/losses.ipynb #7c2fc156
-def _check_focal(alpha, gamma, logits):
+def _check_focal(alpha=1., gamma=2.):
     weights = (alpha,) if isinstance(alpha, (int, float)) else tuple(alpha)
     if not all(0 <= w < math.inf for w in weights): raise ValueError(f"alpha must be finite and >= 0, got alpha={alpha}")
-    if not isinstance(alpha, (int, float)) and len(weights) != logits.shape[1]:
-        raise ValueError(f"alpha must be one number or one for each of {logits.shape[1]} classes, got alpha={alpha}")
     if not 0 <= gamma < math.inf: raise ValueError(f"gamma must be finite and >= 0, got gamma={gamma}")
+
+def _check_shapes(logits, targets, alpha):
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]: raise ValueError(f"targets must hold one class for each row of logits (batch, classes), got {tuple(targets.shape)} for {tuple(logits.shape)}")
+    if not isinstance(alpha, (int, float)) and len(alpha) != logits.shape[1]: raise ValueError(f"alpha must be one number or one for each of {logits.shape[1]} classes, got alpha={alpha}")
 
 # %% ../../nbs/workbench/losses.ipynb #c24aead1
 def _reduced(losses, reduction):
@@ -68,4 +71,5 @@ def build_loss(
     known = set(inspect.signature(LOSSES[name]).parameters) & {"alpha", "gamma"}
     for constant in constants:
         if constant not in known: raise ValueError(f"constants of loss={name!r} must be {'among ' + ', '.join(sorted(known)) if known else 'none'}, got {constant}={constants[constant]!r}")
+    if name == "focal": _check_focal(**constants)
     return partial(LOSSES[name], **constants) if constants else LOSSES[name]

@@ -33,6 +33,7 @@ def melt_pool_crop(
     side:int=CROP, # Side of the crop in pixels
 )->np.ndarray: # (side, side)
     "The square around the middle of what is liquid, inside the frame."
+    if min(frame.shape) < side: raise ValueError(f"frame must be at least {side} pixels wide and high, got {frame.shape[1]}×{frame.shape[0]}")
     liquid = np.argwhere(frame >= MELTING) if (frame >= MELTING).any() else np.argwhere(frame == frame.max())
     first = [int(np.clip(round(middle) - side//2, 0, size - side)) for middle, size in zip(liquid.mean(0), frame.shape)]
     return frame[first[0]:first[0] + side, first[1]:first[1] + side]

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from functools import partial
 from ..algorithms.sanitization import CNN_FILTERS, sanitization_cnn
+from ..budgets.schedules import _whole
 from .datasets import data_root
 
 # %% ../../nbs/workbench/models.ipynb #649a066c
-def _check_size(image_size, least=8):
-    if not image_size >= least: raise ValueError(f"image_size must be >= {least}, got image_size={image_size}")
+def _check_shape(image_size, channels, classes, least=8):
+    for name, value, smallest in (("image_size", image_size, least), ("channels", channels, 1), ("classes", classes, 1)): _whole(name, value, smallest)
 
 # %% ../../nbs/workbench/models.ipynb #467bc410
 def mnist_cnn(
@@ -27,7 +28,7 @@ def mnist_cnn(
     classes:int=10, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "The MNIST network of paper `global_adapt_v2` (Section 5), kernels and hidden units in proportion to the image."
-    _check_size(image_size)
+    _check_shape(image_size, channels, classes)
     kernel, padding = (5, 0) if image_size >= 28 else (3, 1)
     shrink = lambda side: (side + 2*padding - kernel + 1)//2
     features = 50*shrink(shrink(image_size))**2
@@ -44,7 +45,7 @@ def unbalanced_mnist_cnn(
     classes:int=10, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "The unbalanced-MNIST network of paper `global_adapt_v2` (Section 5): 16 and 32 channels, instance norm, SELU."
-    _check_size(image_size)
+    _check_shape(image_size, channels, classes)
     block = lambda inputs, outputs: [nn.Conv2d(inputs, outputs, 3, padding=1), nn.InstanceNorm2d(outputs, affine=True), nn.MaxPool2d(2), nn.SELU()]
     return nn.Sequential(*block(channels, 16), *block(16, 32), nn.Flatten(), nn.Linear(32*(image_size//4)**2, classes))
 
@@ -86,7 +87,7 @@ def small_shufflenet(
     classes:int=2, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "The small ShuffleNet of paper `global_adapt_v2` (Section 5): 16, 32 and 64 channels, group norm, SELU."
-    _check_size(image_size)
+    _check_shape(image_size, channels, classes)
     return nn.Sequential(*_normed(channels, 16, 3, stride=2 if image_size >= 64 else 1), nn.MaxPool2d(3, stride=2, padding=1),
                          ShuffleUnit(16, 32), ShuffleUnit(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
@@ -97,7 +98,7 @@ def cifar_cnn(
     classes:int=10, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "A small CIFAR network without normalisation: 32, 64 and 128 channels, then 400, 200 and 100 hidden units."
-    _check_size(image_size)
+    _check_shape(image_size, channels, classes)
     block = lambda inputs, outputs: [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     widths = [128*(image_size//8)**2, 400, 200, 100]
     funnel = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
@@ -125,7 +126,7 @@ def small_resnet(
     classes:int=7, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "A small residual network with group norm: 24, 48 and 96 channels."
-    _check_size(image_size)
+    _check_shape(image_size, channels, classes)
     return nn.Sequential(*_normed(channels, 24, 3, stride=2 if image_size >= 64 else 1), ResidualBlock(24, 24), ResidualBlock(24, 48, stride=2), ResidualBlock(48, 96, stride=2),
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, classes))
 
@@ -177,6 +178,7 @@ def nf_net(
     trainable:str="classifier", # "classifier" or "all"
 )->nn.Sequential: # Maps images (batch, channels, side, side) of any side to logits (batch, classes)
     "An NF-Net through timm, its classifier initialised anew (paper `global_adapt_v2`, Section 5)."
+    if name not in NF_NETS: raise ValueError(f"name must be one of {', '.join(NF_NETS)}, got name={name!r}")
     if trainable not in ("classifier", "all"): raise ValueError(f"trainable must be one of 'all', 'classifier', got trainable={trainable!r}")
     timm_name, *sides = NF_NETS[name]
     network = _timm().create_model(timm_name, pretrained=False, num_classes=classes, in_chans=channels)
@@ -214,7 +216,7 @@ def resnet50(
         def forward(self, x): # torchvision's, without its sum in place, which per-sample hooks cannot follow
             out = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
             return self.relu(self.bn3(self.conv3(out)) + (x if self.downsample is None else self.downsample(x)))
-    _check_size(image_size, 32)
+    _check_shape(image_size, channels, classes, 32)
     network = ResNet(PlainBottleneck, [3, 4, 6, 3], num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
     for layer in network.modules(): # nothing in place
         if isinstance(layer, nn.ReLU): layer.inplace = False

@@ -12,6 +12,8 @@ import math
 import torch
 from torch.optim import lr_scheduler as lrs
 
+from ..budgets.schedules import _whole
+
 # %% ../../nbs/workbench/optimizers.ipynb #d413cc15
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop} # Name in a run's description to the class (Table 20)
 
@@ -26,6 +28,7 @@ def build_optimizer(
     "The named optimizer."
     if name not in OPTIMIZERS: raise ValueError(f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got optimizer={name!r}")
     if not 0 < learning_rate < math.inf: raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
+    if not 0 <= weight_decay < math.inf: raise ValueError(f"weight_decay must be finite and >= 0, got weight_decay={weight_decay}")
     return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay)
 
 # %% ../../nbs/workbench/optimizers.ipynb #8a32a4a5
@@ -124,7 +127,8 @@ def build_lr_scheduler(
 ): # Has step(), state_dict(), load_state_dict()
     "The named learning-rate scheduler for a run of `steps`."
     if name not in LR_SCHEDULERS: raise ValueError(f"lr_scheduler must be one of {', '.join(sorted(LR_SCHEDULERS))}, got lr_scheduler={name!r}")
-    if not steps >= 1: raise ValueError(f"steps must be >= 1, got steps={steps}")
+    if not 0 < learning_rate < math.inf: raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
+    _whole("steps", steps)
     return LR_SCHEDULERS[name](optimizer, learning_rate, steps)
 
 # %% ../../nbs/workbench/optimizers.ipynb #d668285e

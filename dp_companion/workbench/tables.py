@@ -125,7 +125,7 @@ def short_name(
 
 # %% ../../nbs/workbench/tables.ipynb #36c3c19d
 HEADINGS = {"setting": "setting", "target_epsilon": "ε asked", "method": "method", "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)", "claimed": "claimed ε",
-            "certified": "certified ε", "empirical": "empirical ε, 95 %"} # columns of the printed table, in order
+            "certified": "certified ε", "empirical": "empirical ε ≥, 95 %"} # columns of the printed table, in order
 
 # %% ../../nbs/workbench/tables.ipynb #5951a377
 def for_print(
@@ -231,8 +231,8 @@ def refuted(
     alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
     share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
     if furthest[0].spec.accounting == "as_printed":
-        return f"An attack on the noise refutes the claimed ε for {share}" + (f"; the largest factor is that of {names}: claimed {claimed}, achieved {achieved}." if over else ".") + alone
-    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f"; the largest factor is that for {names}: {claimed} against {achieved}." if over else ".") + alone
+        return f"An attack on the noise refutes the claimed ε for {share}" + (f"; the largest factor shown is that of {names}: claimed {claimed}, achieved {achieved}." if over else ".") + alone
+    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f"; the largest factor shown is that for {names}: {claimed} against {achieved}." if over else ".") + alone
 
 # %% ../../nbs/workbench/tables.ipynb #1ed6dd0d
 def provenance_line(
