@@ -691,6 +691,7 @@ def test_words_that_say_one_thing_agree():
 def test_what_the_engine_does_not_do_it_refuses():
     made = dict(dataset=flat_data(), model=flat_network(), noise_multiplier=1.)
     with pytest.raises(TypeError, match="make_private has no argument 'epochs'"): private(epochs=3, **made)
+    with pytest.raises(ValueError, match="target_delta must be in \\(0, 1\\), got target_delta=0"): private(PrivacyEngine(), "make_private_with_epsilon", target_epsilon=1., target_delta=0, epochs=1)
     for label in (255, -1):
         with pytest.raises(ValueError, match="criterion must not ignore labels with reduction='mean'"): private(criterion=nn.CrossEntropyLoss(ignore_index=label), **made)
     chosen = DataLoader(flat_data(), batch_size=8, sampler=torch.utils.data.SubsetRandomSampler(range(30)))

@@ -313,8 +313,7 @@ class HooksEngine(Engine):
 
     def add(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
         "Add the weighted sum of one batch."
-        outputs = call(self.model, inputs)
-        losses = per_sample_losses(loss_fn, outputs, targets)
+        losses = per_sample_losses(loss_fn, call(self.model, inputs), targets)
         for p in self.slots: p.grad = p.grad_sample = None
         losses.sum().backward()
         self.optimizer.scale = scale
@@ -374,8 +373,7 @@ class GhostEngine(Engine):
         self.clear(len(targets))
         self.model.scale = scale
         criterion = DPLossFastGradientClipping(self.model, self.optimizer, PerSample(loss_fn), "sum")
-        outputs = call(self.model, inputs)
-        loss = criterion(outputs, targets)
+        loss = criterion(call(self.model, inputs), targets)
         try:
             loss.backward()
             self.add_gradients()

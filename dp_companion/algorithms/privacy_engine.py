@@ -216,6 +216,7 @@ def make_private_with_epsilon(self:PrivacyEngine, *,
 )->tuple: # As `make_private`
     "The same objects, private, with noise that a target pays for; options as for `make_private`, of noise_schedule the shape alone."
     if "noise_multiplier" in options: raise TypeError("make_private_with_epsilon has no argument 'noise_multiplier': it is what is sought")
+    _real("target_delta", target_delta, below=1)
     if self.optimizer is not None: raise ValueError(f"target_epsilon must be asked of a fresh PrivacyEngine, got one that has made an optimizer already, with {len(self.accountant)} steps in its ledger")
     return self.prepare(module, optimizer, data_loader, max_grad_norm=max_grad_norm, epochs=epochs,
         target=dict(target_epsilon=target_epsilon, delta=target_delta), **options)
