@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from opacus.layers import DPLSTM
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
@@ -156,13 +157,13 @@ def network(dtype=torch.float64):
 def data(n=40): return TensorDataset(torch.randn(n, 1, 8, 8, generator=seeded(), dtype=torch.float64), torch.arange(n)%3)
 
 
-def private(privacy=None, method="make_private", batch_size=8, dataset=None, model=None, secure_mode=False, **options):
+def private(privacy=None, method="make_private", batch_size=8, dataset=None, model=None, secure_mode=False, optimizer=None, **options):
     "An engine, and what `make_private` gives for a small network."
     model, privacy = model or network(), privacy or PrivacyEngine(secure_mode=secure_mode)
     defaults = dict(max_grad_norm=.5)
     if method == "make_private" and "noise_schedule" not in options: defaults["noise_multiplier"] = 1.
     torch.manual_seed(1)
-    found = getattr(privacy, method)(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1),
+    found = getattr(privacy, method)(module=model, optimizer=optimizer or torch.optim.SGD(model.parameters(), lr=.1),
         data_loader=DataLoader(dataset or data(), batch_size=batch_size), **{**defaults, **options})
     return privacy, *found
 
@@ -1141,3 +1142,228 @@ def test_settings_are_not_set_on_the_optimizer():
         with pytest.raises(ValueError, match=f"{name} must be set by an argument of make_private"): setattr(optimizer, name, 3)
     with pytest.raises(ValueError, match="secure_mode must be True, False or None, got secure_mode='no'"): PrivacyEngine(secure_mode="no")
     with pytest.raises(TypeError, match="use opacus.utils.batch_memory_manager.BatchMemoryManager"): private(max_physical_batch_size=4)
+
+
+def gathered(optimizer): return torch.cat([p.grad.flatten() for p in optimizer.tape.slots])
+
+
+def test_a_batch_that_the_loop_looked_at_and_left_comes_again():
+    "Else a loop that ends its pass where a batch has no record of a kind would choose batches, and the ledger would not know."
+    data = TensorDataset(torch.randn(200, 6), torch.cat([torch.ones(1), torch.zeros(199)]).long())
+    for secure in (True, False):
+        model, engine = nn.Linear(6, 2), PrivacyEngine(secure_mode=secure)
+        module, optimizer, loader = engine.make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(data, batch_size=10), noise_multiplier=1., max_grad_norm=1.)
+        looked_at = [x for x, _ in loader]
+        firsts = [next(iter(loader))[0] for _ in range(5)]
+        assert all(torch.equal(x, y) for x, (y, _) in zip(looked_at, loader, strict=True))
+        assert all(torch.equal(first, firsts[0]) for first in firsts)
+        for x, y in loader:
+            assert optimizer.steps_taken or torch.equal(x, firsts[0])
+            optimizer.zero_grad(); F.cross_entropy(module(x), y).backward(); optimizer.step()
+        assert optimizer.steps_taken == 20 and not torch.equal(next(iter(loader))[0], firsts[0])
+
+
+def test_a_step_that_fails_after_it_was_paid_for_is_not_had_again():
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), secure_mode=True)
+    first = None
+    with pytest.raises(ValueError, match="stopped here"):
+        for first, y in loader:
+            F.cross_entropy(module(first), y).backward()
+            optimizer.private_step.accumulate = lambda *args, **kwargs: (_ for _ in ()).throw(ValueError("stopped here"))
+            optimizer.step()
+    assert optimizer.steps_taken == 1
+    again = next(iter(loader))[0]
+    assert first.shape != again.shape or not torch.equal(first, again)
+
+
+def test_two_passes_at_once_are_refused_where_workers_hold_all_of_one():
+    model = nn.Linear(6, 3).double()
+    *_, loader = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=DataLoader(flat_data(24), batch_size=8, num_workers=1, prefetch_factor=4), noise_multiplier=1., max_grad_norm=1.)
+    one, other = iter(loader), iter(loader)
+    next(one); next(other)
+    with pytest.raises(ValueError, match="a pass over the returned data loader must end before the next begins"): next(one)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_forward_pass_of_ghost_that_stops_leaves_the_parameters_trainable(error):
+    class Stops(nn.Module):
+        def __init__(self): super().__init__(); self.layer, self.stops = nn.Linear(6, 3).double(), False
+        def forward(self, x):
+            if self.stops: raise error
+            return self.layer(x)
+    model = Stops()
+    _, module, optimizer, loss, loader = private(dataset=flat_data(8), model=model, engine="ghost")
+    for k in range(5):
+        model.stops = k == 3
+        try:
+            for x, y in loader: loss(module(x), y).backward(); optimizer.step()
+        except error: pass
+        assert all(p.requires_grad for p in model.parameters())
+    assert optimizer.steps_taken == 4
+
+
+@pytest.mark.parametrize("engine", ["book", "hooks", "ghost"])
+def test_an_empty_batch_of_a_module_that_drops_or_differentiates(engine):
+    class Odd(nn.Module):
+        def __init__(self): super().__init__(); self.layer = nn.Linear(6, 1).double()
+        def forward(self, x):
+            z = x.clone().requires_grad_()
+            slope, = torch.autograd.grad(z.square().sum(), z)
+            return self.layer(slope).squeeze()
+    _, module, optimizer, *_ = private(dataset=flat_data(), model=Odd(), engine=engine)
+    assert module(torch.zeros(0, 6, dtype=torch.float64)).shape == (0,)
+
+
+def test_a_loop_that_waits_for_another_batch_does_not_wait_for_ever():
+    _, _, _, loader = private(dataset=TensorDataset(torch.randn(200, 6)), model=nn.Linear(6, 2), batch_size=1)
+    with pytest.raises(ValueError, match="an empty one too, got 1000 passes without one"):
+        while True: next(iter(loader))
+
+
+@pytest.mark.parametrize("word", ["Mean", "none", "batchmean", 3])
+def test_what_the_loss_does_over_the_batch_is_one_of_two(word):
+    with pytest.raises(ValueError, match="loss_reduction must be one of mean, sum"): private(dataset=flat_data(), model=nn.Linear(6, 3).double(), criterion=lambda out, y: out.mean(), loss_reduction=word)
+
+
+@pytest.mark.parametrize("reduction, ok", [("batchmean", "mean"), ("none", "mean"), ("none", "sum"), ("sum", "sum")])
+def test_a_criterion_of_another_word_is_taken_for_what_it_does(reduction, ok):
+    private(dataset=flat_data(), model=nn.Linear(6, 3).double(), criterion=nn.KLDivLoss(reduction=reduction), loss_reduction=ok)
+    if reduction == "none": private(dataset=flat_data(), model=nn.Linear(6, 3).double(), criterion=nn.CrossEntropyLoss(weight=torch.ones(3).double(), reduction="none"), loss_reduction=ok) # Its mean divides by no weights
+
+
+@pytest.mark.parametrize("engine", ["book", "ghost", "hooks"])
+def test_rows_that_are_no_records_are_refused(engine):
+    "Time first: ten rows for thirty records, each of which would hold all of them."
+    class Tagger(nn.Module):
+        def __init__(self): super().__init__(); self.embedding, self.head = nn.Embedding(20, 4), nn.Linear(4, 3)
+        def forward(self, tokens): return self.head(self.embedding(tokens)).mean(1)
+    _, module, optimizer, *criterion, loader = private(dataset=TensorDataset(torch.randint(20, (30, 10)), torch.zeros(30).long()), model=Tagger(), engine=engine, batch_size=30)
+    for x, y in loader:
+        loss = (criterion[0] if criterion else nn.CrossEntropyLoss())(module(x.T.contiguous()), y[:10])
+        loss.backward()
+        with pytest.raises(ValueError, match="got 20 rows fewer than were drawn"): optimizer.step()
+
+
+class TwoHeads(nn.Module):
+    "One layer norm for two heads; the second may be left out of the loss."
+    def __init__(self): super().__init__(); self.f, self.n, self.a, self.b = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3), nn.Linear(8, 3)
+    def forward(self, x): h = self.f(x); return self.a(self.n(h)), self.b(self.n(h.flip(1)))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "hooks", "book"])
+def test_a_call_that_leaves_the_loss_is_clipped_or_refused(engine):
+    "At a step that nobody looks at."
+    torch.manual_seed(0)
+    model, both = TwoHeads().double(), [True]
+    with torch.no_grad(): model.a.weight *= 100
+    def loss(out, y, reduction="mean"): return sum(F.cross_entropy(o, y, reduction=reduction) for o in (out if both[0] else out[:1]))
+    _, module, optimizer, *criterion, loader = private(dataset=flat_data(8), model=model, engine=engine, noise_multiplier=1e-9, max_grad_norm=1e-3, criterion=loss)
+    for k in range(6):
+        both[0] = k < 5
+        for x, y in loader:
+            (criterion[0] if criterion else loss)(module(x), y).backward()
+            if engine == "book" or k < 5: optimizer.step(); assert gathered(optimizer).norm()*8 < 8.01e-3
+            else:
+                with pytest.raises(ValueError, match="every call of a layer must be in the loss"): optimizer.step()
+
+
+def test_ghost_lets_no_penalty_grow_past_the_clipped_norms():
+    "It begins at a step that nobody looks at."
+    model, weight = nn.Linear(6, 3).double(), [0.]
+    def criterion(out, y): return F.cross_entropy(out, y, reduction="none") + weight[0]*model.weight.square().sum()
+    _, module, optimizer, loss, loader = private(dataset=flat_data(8), model=model, engine="ghost", noise_multiplier=1e-9, max_grad_norm=.01, criterion=criterion)
+    for k in range(6):
+        weight[0] = 10.*(k == 5)
+        for x, y in loader:
+            loss(module(x), y).backward()
+            if k < 5: optimizer.step()
+            else:
+                with pytest.raises(ValueError, match="the sum of a batch must not exceed its samples' clipped norms"): optimizer.step()
+
+
+def test_ghost_sums_nothing_that_the_module_does_with_a_weight_besides():
+    "At a step that nobody looks at, too little to be more than the clipped norms. Hooks sum the rows of layers alone."
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.f, self.h, self.rare = nn.Linear(6, 6), nn.Linear(6, 3), 0.
+        def forward(self, x): return self.h(torch.tanh(self.f(x))) + self.rare*F.linear(x, self.f.weight[:3])
+    sums = []
+    for engine in ("ghost", "hooks"):
+        torch.manual_seed(0)
+        model = Twice().double()
+        _, module, optimizer, *loss, loader = private(dataset=flat_data(8), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.), engine=engine, noise_multiplier=1e-9, max_grad_norm=1e-3)
+        for k in range(6):
+            model.rare = .3*(k == 5)
+            for x, y in loader: (loss[0] if loss else F.cross_entropy)(module(x), y).backward(); optimizer.step()
+        sums.append(gathered(optimizer))
+    torch.testing.assert_close(*sums, rtol=0, atol=1e-9)
+
+
+def test_two_models_on_one_seeded_loader_have_batches_of_their_own():
+    data = flat_data(200)
+    loader, engine, made = DataLoader(data, batch_size=20, generator=seeded()), PrivacyEngine(secure_mode=False), []
+    for _ in range(2):
+        model = nn.Linear(6, 3).double()
+        made.append(engine.make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=loader, noise_multiplier=1., max_grad_norm=1.)[-1])
+    first, second = (next(iter(batches))[0] for batches in made)
+    assert first.shape != second.shape or not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_fused_optimizer_steps_in_the_layout_of_its_parameters(kind):
+    x, y = torch.randn(8, 3, 3, 3, 3, generator=seeded()), torch.arange(8)%3
+    ends = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv3d(3, 4, 2), nn.Flatten(), nn.Linear(32, 3)).to(memory_format=torch.channels_last_3d)
+        _, module, optimizer, loader = private(dataset=TensorDataset(x, y), model=model, optimizer=kind(model.parameters(), lr=.1, fused=fused), noise_multiplier=1e-9, max_grad_norm=1e3)
+        for inputs, targets in loader: F.cross_entropy(module(inputs), targets).backward(); optimizer.step()
+        ends.append(model[0].weight.detach().clone())
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+def scaled_by_the_largest(records):
+    x, y = default_collate(records)
+    return x/x.abs().max(), y
+
+
+def test_a_collate_function_is_asked_for_each_of_three_records():
+    for seed in range(20):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+        with pytest.raises(ValueError, match="collate_fn must not mix records"): check_collate(scaled_by_the_largest, TensorDataset(x, torch.zeros(3)))
+
+
+def test_an_empty_batch_keeps_a_state_that_has_the_batch_behind():
+    class Recurrent(nn.Module):
+        def __init__(self): super().__init__(); self.rnn, self.head = DPLSTM(6, 4, batch_first=True).double(), nn.Linear(4, 3).double()
+        def forward(self, x): out, (h, c) = self.rnn(x[:, None]); return self.head(out[:, -1]), h
+    for engine in ("book", "hooks"):
+        _, module, optimizer, _ = private(dataset=flat_data(), model=Recurrent(), engine=engine)
+        optimizer.drawn.append((0, None))
+        logits, h = module(torch.zeros(0, 6, dtype=torch.float64))
+        assert logits.shape == (0, 3) and h.shape == (1, 0, 4)
+        F.cross_entropy(logits, torch.zeros(0).long(), reduction="sum").backward()
+        optimizer.step()
+
+
+def test_what_cannot_be_followed_is_one_sentence():
+    class Forces(nn.Module):
+        def __init__(self): super().__init__(); self.f = nn.Linear(6, 3).double()
+        def forward(self, x):
+            x = x.requires_grad_()
+            out = self.f(x).square()
+            return out + torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().sum(1, keepdim=True)
+    _, module, optimizer, loader = private(dataset=flat_data(8), model=Forces(), batch_size=8)
+    with pytest.raises(ValueError, match="must"):
+        for x, y in loader: F.cross_entropy(module(x), y).backward(); optimizer.step()
+    _, module, optimizer, loader = private(dataset=flat_data(8), model=nn.Linear(6, 3).double(), batch_size=8)
+    with pytest.raises(Exception, match="the module must run as Python, got layer"):
+        for x, y in loader: F.cross_entropy(torch.compile(module, backend="aot_eager")(x), y).backward()
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer_is_refused(tmp_path):
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        model = nn.Linear(6, 3).double()
+        engine, module, optimizer, _ = private(dataset=flat_data(), model=model, optimizer=kind(model.parameters(), lr=.1))
+        if kind is torch.optim.SGD: engine.save_checkpoint(path=tmp_path/"made.pt", module=module, optimizer=optimizer)
+        else:
+            with pytest.raises(ValueError, match="optimizer must be the checkpoint's SGD, got optimizer=Adam"): engine.load_checkpoint(path=tmp_path/"made.pt", module=module, optimizer=optimizer)

@@ -679,6 +679,20 @@ def test_what_changes_a_layer_behind_its_class_is_refused(change, word):
     step_for(model)(LOSS, *batch(digits_cnn, 4)) # and is nobody's business where nothing is trained
 
 
+def compiled_in_place(model):
+    model.compile()
+    return model
+
+@pytest.mark.parametrize("made, word", [(lambda model: torch.jit.trace(model, torch.randn(2, 4)), "a traced one"), (torch.jit.script, "a traced one"), (torch.compile, "a compiled one"), (compiled_in_place, "a compiled one")])
+def test_a_module_that_does_not_call_its_layers_is_refused(made, word):
+    "Layers of another class would pass every other look at them."
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval().requires_grad_(False), nn.Linear(3, 2))
+    def built(held): return PrivateStep(held, torch.optim.SGD(held.parameters(), lr=.1), clip_rule=Flat(max_grad_norm=1.), expected_batch_size=2)
+    built(model)
+    for name, held in (("", made(model)), ("0", nn.Sequential(made(model)))):
+        with pytest.raises(ValueError, match=f"must call their layers one by one, got {word} at '{name}'"): built(held)
+    built(nn.Sequential(made(model.requires_grad_(False)), nn.Linear(2, 2))) # frozen, it has no gradient by sample
+
 @pytest.mark.parametrize("layer, word", [(nn.LSTM(3, 2), "use DPLSTM of opacus.layers.dp_rnn"), (nn.GRUCell(3, 2), "use DPGRUCell of opacus.layers.dp_rnn"), (nn.EmbeddingBag(5, 2), "use Embedding and a mean")])
 def test_layers_without_a_gradient_of_each_sample_are_refused(layer, word):
     with pytest.raises(ValueError, match=word): step_for(layer)
@@ -740,7 +754,7 @@ def test_uses_past_the_layer_are_refused_from_whatever_step_they_begin(engine):
         with pytest.raises(ValueError, match=words): step(LOSS, x, y)
     model = network(Twice)
     model.past = False
-    with pytest.raises(ValueError, match="the loss must reach" if engine == "book" else "the engine must see all"): step_for(model, engine=engine)(penalised(model, 10.), x, y)
+    with pytest.raises(ValueError, match={"book": "the loss must reach", "hooks": "the engine must see all", "ghost": "the sum of a batch must not exceed"}[engine]): step_for(model, engine=engine)(penalised(model, 10.), x, y)
 
 
 class Scaled(nn.Linear):
@@ -928,7 +942,8 @@ def test_a_kernel_for_one_group_is_not_pinned_on_two():
 
 def test_groups_and_their_bounds_are_legal():
     with pytest.raises(ValueError, match="groups must be whole numbers"): GroupAdaptive(num_groups=2).scale(torch.ones(2), torch.tensor([.9, 0.]))
-    with pytest.raises(ValueError, match="group_bounds must be in"): GroupAdaptive(num_groups=2, max_grad_norm=6e29)
+    with pytest.raises(ValueError, match="max_grad_norm must be in"): GroupAdaptive(num_groups=2, max_grad_norm=6e29)
+    with pytest.raises(ValueError, match="group_bounds must be in"): GroupAdaptive(num_groups=2, group_bounds=(1., 1e30))
 
 
 class Keeper(nn.Module):

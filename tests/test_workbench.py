@@ -248,7 +248,7 @@ def test_thinwall_is_loaded_split_and_kept(tmp_path):
     assert data.train_images.max()*datasets.KELVINS + melt_pools.MELTING > melt_pools.MELTING
 
 
-@pytest.mark.parametrize("table,sentence", [("frame,porous\n{0},0\n", "without a row"), ("frame,porous\n{0},maybe\n{1},1\n", "must have a column with porous or not"),
+@pytest.mark.parametrize("table,sentence", [("frame,porous\n{0},0\n", "without a row"), ("frame,porous\n{0},1\n{1},maybe\n", "porous must say of every frame porous or not, or the pore's size in mm, got 'maybe' in line 3 of"), ("frame,weather\n{0},1\n{1},0\n", "must have a column with porous or not"),
                                             ("name,porous\na,0\nb,1\n", "must have a column with the frames' names"), ("frame,porous\n{0},0\n{1},1\nt9_x0_y0_z0_layer3,1\n", "without a file")])
 def test_thinwall_tables_that_cannot_be_read(tmp_path, table, sentence):
     with pytest.raises(ValueError, match=sentence) as error: melt_pools.read_thinwall(write_wall(tmp_path/"Thinwall", table))

@@ -236,8 +236,13 @@ def tap(self:Book, name, layer, args, kwargs, output):
     self.uses.update(self.layer_slots[name].values())
     version, output = args[0]._version, owned(output)
     if not output.requires_grad: output = Anchor.apply(output, self.anchor)
+    if output.grad_fn is None: raise ValueError(f"the module must run as Python, got layer {name!r} without a graph, as under torch.compile; leave it off")
     at = output.output_nr # The layer's own step back comes after whatever hooks its output is given
-    output.grad_fn.register_prehook(lambda b: None if b[at] is None else self.write(name, held.pop(), version, b[at]))
+    def back(b):
+        if b[at] is None: return
+        if not held: raise ValueError(f"the backward pass must go once through every layer, got a second time through {name!r}, as where a derivative is part of the loss; leave it out")
+        self.write(name, held.pop(), version, b[at])
+    output.grad_fn.register_prehook(back)
     return output
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #6db3f7c8

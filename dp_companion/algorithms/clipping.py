@@ -158,7 +158,7 @@ def noisy_counts(
 @dataclass(frozen=True, kw_only=True)
 class CountingRule(ClipRule):
     "A rule that follows noisy counts; a subclass gives `counts` and `with_noisy_counts`."
-    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' scripts
+    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' configuration
     count_query: ClassVar[str] = "counts" # What the counts are called in a record
     def update(self,
         norms:Tensor, # (batch,) this step's gradient norms
@@ -251,6 +251,7 @@ class GroupAdaptive(CountingRule):
     def __post_init__(self):
         super().__post_init__()
         K = _whole("num_groups", self.num_groups)
+        _real("max_grad_norm", self.max_grad_norm, below=LARGEST/(1 + K)) # No C_k is above (1 + K)*C0
         bounds = tuple(float(_real("group_bounds", bound, below=LARGEST)) for bound in self.group_bounds or (2*self.max_grad_norm,)*K)
         if len(bounds) != K: raise ValueError(f"group_bounds must be one per group, {K}, got group_bounds={self.group_bounds}")
         object.__setattr__(self, "group_bounds", bounds)

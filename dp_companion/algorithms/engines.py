@@ -6,8 +6,8 @@
 __all__ = ['AGAIN', 'MEET', 'ENGINES', 'per_sample_losses', 'Arguments', 'refusing_in_place', 'call', 'mapped', 'part_of',
            'kept_randomness', 'looking', 'norm_of', 'gradients', 'lone_norm', 'copies', 'is_alone', 'check_norm',
            'check_rows', 'check_precision', 'Engine', 'BookEngine', 'default_format_', 'check_samplers',
-           'seen_by_opacus_', 'check_untied', 'rounded_up_norms', 'RuledOptimizer', 'HooksEngine', 'NotFinite',
-           'linear_norms', 'RuledGhost', 'PerSample', 'GhostEngine']
+           'seen_by_opacus_', 'forget_calls', 'check_calls', 'check_untied', 'rounded_up_norms', 'RuledOptimizer',
+           'HooksEngine', 'NotFinite', 'linear_norms', 'RuledGhost', 'only_in_layers', 'PerSample', 'GhostEngine']
 
 # %% ../../nbs/algorithms/engines.ipynb #9cbc4f26
 import copy
@@ -271,6 +271,21 @@ def seen_by_opacus_(
     for name, layer in tapped_layers(model).items(): layer.register_forward_pre_hook(partial(check, name), with_kwargs=True)
 
 # %% ../../nbs/algorithms/engines.ipynb #fae3a7c7
+def forget_calls(
+    model:nn.Module, # Of Opacus
+    slots:dict, # Parameter -> Slot
+):
+    "Leave nothing of an earlier pass with layers and parameters."
+    for p in slots:
+        p._forward_counter = 0
+        vars(p).pop("_current_grad_sample", None)
+    for layer in model.modules():
+        for name in ("activations", "max_batch_len"): vars(layer).pop(name, None)
+
+def check_calls(slots:dict):
+    "Refuse a layer of which one call is in the loss and another is not: Opacus takes the one for the other."
+    if any(hasattr(p, "_current_grad_sample") for p in slots): raise ValueError("every call of a layer must be in the loss for engine='ghost' or 'hooks', got a layer of which one is left out; use engine='book'")
+
 def check_untied(model:nn.Module):
     "Refuse parameters that two layers share."
     names = {}
@@ -313,9 +328,11 @@ class HooksEngine(Engine):
 
     def add(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
         "Add the weighted sum of one batch."
+        forget_calls(self.model, self.slots)
         losses = per_sample_losses(loss_fn, call(self.model, inputs), targets)
         for p in self.slots: p.grad = p.grad_sample = None
         losses.sum().backward()
+        check_calls(self.slots)
         self.optimizer.scale = scale
         self.optimizer.clip_and_accumulate()
         self.add_gradients()
@@ -345,7 +362,28 @@ class RuledGhost(GradSampleModuleFastGradientClipping):
         for p in self.trainable_parameters: check_rows(len(p._norm_sample), self.batch_size)
         norms = rounded_up_norms(self.get_norm_sample(), self.trainable_parameters)
         if not torch.isfinite(norms).all(): raise NotFinite(norms)
-        return self.scale(norms)
+        check_calls(self.trainable_parameters)
+        scales = self.scale(norms)
+        self.most = (scales*norms).sum().item() # What the second pass may sum to
+        return scales
+
+# %% ../../nbs/algorithms/engines.ipynb #f44e4143
+@contextmanager
+def only_in_layers(
+    model:RuledGhost, # Whose forward pass is inside
+    slots:dict, # Trainable parameter -> Slot
+):
+    "Let a gradient reach a parameter through its own layer alone: what the module does with it besides has no part in the sum."
+    def ask(which, wanted, *_):
+        for p in which: p.requires_grad_(wanted)
+    own = {layer: [p for p in layer.parameters() if p in slots] for layer in tapped_layers(model._module).values()}
+    handles = [layer.register_forward_pre_hook(partial(ask, of, True)) for layer, of in own.items()]
+    handles += [layer.register_forward_hook(partial(ask, of, False)) for layer, of in own.items()] # After Opacus's
+    ask(slots, False)
+    try: yield
+    finally:
+        for handle in handles: handle.remove()
+        ask(slots, True)
 
 # %% ../../nbs/algorithms/engines.ipynb #e21e5aaa
 class PerSample:
@@ -373,7 +411,8 @@ class GhostEngine(Engine):
         self.clear(len(targets))
         self.model.scale = scale
         criterion = DPLossFastGradientClipping(self.model, self.optimizer, PerSample(loss_fn), "sum")
-        loss = criterion(call(self.model, inputs), targets)
+        with only_in_layers(self.model, self.slots): outputs = call(self.model, inputs)
+        loss = criterion(outputs, targets)
         try:
             loss.backward()
             self.add_gradients()
@@ -385,7 +424,8 @@ class GhostEngine(Engine):
 @patch
 def clear(self:GhostEngine, batch_size:int):
     "Forget the last batch; a layer that this one does not reach has norms of zero."
-    for p in self.slots: p.grad, p._norm_sample, p._forward_counter = None, self.flat.new_zeros(batch_size), 0
+    for p in self.slots: p.grad, p._norm_sample = None, self.flat.new_zeros(batch_size)
+    forget_calls(self.model, self.slots)
     self.model.batch_size = batch_size
     self.model.enable_hooks()
 
@@ -396,7 +436,9 @@ def forget(self:GhostEngine):
 
 @patch
 def add_gradients(self:GhostEngine):
-    "Add what the second pass has left in the parameters that it reached."
+    "Add what the second pass has left in the parameters that it reached, where it is no more than the rule lets through."
+    found = norm_of([p.grad for p in self.slots])
+    if not found<=1.01*self.model.most + 1e-30: raise ValueError(f"the sum of a batch must not exceed its samples' clipped norms, got {found:.4g} for {self.model.most:.4g}: parameters may be used by their own layers alone; use engine='book'")
     for p, slot in self.slots.items():
         if p.grad is not None: slot.shaped.add_(p.grad)
 

@@ -52,7 +52,7 @@ def check_options(options:dict):
 def check_criterion(criterion, loss_reduction:str, engine:str):
     "Refuse a loss whose mean divides by a sum over the batch."
     own = getattr(criterion, "reduction", loss_reduction)
-    if engine!="ghost" and own!=loss_reduction: raise ValueError(f"loss_reduction must be the criterion's, {own!r}, got loss_reduction={loss_reduction!r}")
+    if engine!="ghost" and {"batchmean": "mean", "none": loss_reduction}.get(own, own)!=loss_reduction: raise ValueError(f"loss_reduction must be the criterion's, {own!r}, got loss_reduction={loss_reduction!r}")
     if engine!="ghost" and own=="mean" and getattr(criterion, "weight", None) is not None:
         raise ValueError("criterion must not have class weights with reduction='mean', which divides by the weights of the whole batch and so mixes "
             "samples, got one; use engine='ghost', or reduction='sum' with loss_reduction='sum'")
@@ -269,10 +269,11 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
 )->tuple:
     "What `make_private` and `make_private_with_epsilon` share."
     check_options(opacus_options)
+    _word("loss_reduction", loss_reduction, ("mean", "sum"))
     check_spent(self.accountant, module=module, optimizer=optimizer)
     module, optimizer = unwrapped(module, optimizer)
     if _word("grad_sample_mode", grad_sample_mode, ("hooks", "ghost"))=="ghost": engine = "ghost"
-    criterion = criterion or nn.CrossEntropyLoss(reduction=_word("loss_reduction", loss_reduction, ("mean", "sum")))
+    criterion = criterion or nn.CrossEntropyLoss(reduction=loss_reduction)
     check_criterion(criterion, loss_reduction, engine)
     check_processes(module)
     check_parameters(module, optimizer)
@@ -305,8 +306,8 @@ def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of n
     secure = noise_generator is None if self.secure_mode is None else self.secure_mode
     if secure and noise_generator is not None: raise ValueError("noise_generator must be None with secure_mode=True: noise for release has no seed")
     if secure: return GaussianNoise(secure=True), GaussianNoise(secure=True)
-    if noise_generator is not None and batch_generator is noise_generator: batch_generator = seeded_by_torch(noise_generator) # A place that is gone back to in one must not bring back the other's keys
-    return tuple(GaussianNoise(generator=g if g is not None else seeded_by_torch()) for g in (noise_generator, batch_generator))
+    batch_generator = seeded_by_torch(batch_generator) # Of its own: a second model on the same loader has other batches, and a place that is gone back to brings back no other keys
+    return GaussianNoise(generator=noise_generator or seeded_by_torch()), GaussianNoise(generator=batch_generator)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #ac3e56ab
 @patch
@@ -357,7 +358,8 @@ def settings(self:PrivacyEngine)->dict: # Plain values
     optimizer = self.optimizer
     return {"dataset_size": optimizer.plan.dataset_size, "expected_batch_size": optimizer.plan.expected_batch_size,
         "noise_schedule": repr(optimizer.noise_schedule), "bound_schedule": repr(optimizer.bound_schedule),
-        "target_steps": optimizer.target_steps, "clip_rule": repr(self.first_rule), "noise_source": self.noise_source}
+        "target_steps": optimizer.target_steps, "clip_rule": repr(self.first_rule), "noise_source": self.noise_source,
+        "optimizer": type(optimizer.original_optimizer).__name__}
 
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
@@ -376,7 +378,8 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     if len(self.accountant): raise ValueError(f"load_checkpoint must come before the first step, got {len(self.accountant)} steps in the ledger; to go on "
         "from older weights, load them into the module, which leaves the ledger as it is")
     for name, value in self.settings().items():
-        if state["settings"][name]!=value: raise ValueError(f"{name} must be the checkpoint's {state['settings'][name]}, got {name}={value}")
+        found = state["settings"].get(name, value) # A checkpoint from before it was kept may lack one
+        if found!=value: raise ValueError(f"{name} must be the checkpoint's {found}, got {name}={value}")
     self.accountant.add(MechanismEvent(**e) for e in state["events"])
     optimizer.steps_taken = state["steps_taken"]
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])

@@ -6,8 +6,8 @@
 __all__ = ['MNIST_MEAN', 'MNIST_STD', 'DIGITS_MEAN', 'DIGITS_STD', 'RGB_MEAN', 'RGB_STD', 'KELVINS', 'MNIST_SHA256',
            'ARCHIVE_SHA256', 'PICKLED_NAMES', 'DATASETS', 'Dataset', 'load_digits', 'data_root', 'check_mnist',
            'load_mnist', 'thinned', 'load_unbalanced_mnist', 'load_unbalanced_digits', 'load_minority_digits',
-           'load_image_folder', 'check_pickle', 'load_cifar', 'load_ham10000', 'split', 'load_thinwall',
-           'load_synthetic_melt_pool', 'where', 'load_dataset']
+           'load_two_digits', 'load_image_folder', 'check_pickle', 'load_cifar', 'load_ham10000', 'split',
+           'load_thinwall', 'load_synthetic_melt_pool', 'where', 'load_dataset']
 
 # %% ../../nbs/workbench/datasets.ipynb #e0c6a883
 import hashlib
@@ -134,6 +134,23 @@ def load_minority_digits(root:Path|None=None)->Dataset: # As `load_digits`, with
     whole = made = load_digits(root)
     for group in range(5, 10): made = thinned(made, name="minority_digits", group=group, share=.04, seed=group)
     return replace(made, source=f"{whole.source}; training images of classes 5 to 9 thinned to about 4 % each on average (seeds 5 to 9), {(made.train_labels >= 5).sum()} of {len(made.train_labels):,} images together")
+
+# %% ../../nbs/workbench/datasets.ipynb #7d1e0b32
+def _numbers(images, labels, uses=8):
+    "Digits paired at random, each with eight others: images (n, 2, height, width) and numbers from 0 to 99."
+    draws = np.random.default_rng(0).permuted(np.tile(np.arange(len(labels)), (uses, 1)), axis=1)
+    tens, units = torch.from_numpy(draws[:, :len(labels)//2*2].reshape(-1, 2)).T
+    return torch.cat([images[tens], images[units]], 1), 10*labels[tens] + labels[units]
+
+# %% ../../nbs/workbench/datasets.ipynb #7d1e0b33
+def load_two_digits(
+    root:Path|None=None, # Not used: the digits come with scikit-learn
+)->Dataset: # 5,744 training and 1,440 test images of 2×8×8
+    "Numbers from 0 to 99 of two bundled digits each, of the same split: a hundred classes for the digits profile."
+    digits = load_digits(root)
+    (train_images, train_labels), (test_images, test_labels) = _numbers(digits.train_images, digits.train_labels), _numbers(digits.test_images, digits.test_labels)
+    return Dataset(name="two_digits", train_images=train_images, train_labels=train_labels, test_images=test_images, test_labels=test_labels,
+                   classes=100, source=f"{digits.source}, two to a number, each in eight numbers of its half")
 
 # %% ../../nbs/workbench/datasets.ipynb #e57a13fb
 def _colour(images): # bytes (n, height, width, 3)
@@ -266,7 +283,7 @@ def load_synthetic_melt_pool(
     return split(**frames, name=name, source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, {frames['labels'].sum()} of them porous")
 
 # %% ../../nbs/workbench/datasets.ipynb #bb4962e4
-DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "minority_digits": load_minority_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
+DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "minority_digits": load_minority_digits, "two_digits": load_two_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
             "cifar10": partial(load_cifar, classes=10), "cifar100": partial(load_cifar, classes=100), "thinwall": load_thinwall,
             "ham10000": load_ham10000, "ham10000_by_image": partial(load_ham10000, name="ham10000_by_image", by="image"), "ham10000_small": partial(load_ham10000, name="ham10000_small", side=32), "ham10000_224": partial(load_ham10000, name="ham10000_224", side=224),
             "ham10000_lesions": partial(load_ham10000, name="ham10000_lesions", side=32, most=1),
