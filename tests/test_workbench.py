@@ -364,7 +364,7 @@ def test_every_optimizer_takes_private_steps(name):
     assert after.isfinite().all() and not torch.equal(before, after)
 
 
-SIDES = {"digits": 8, "unbalanced_digits": 8, "mnist": 28, "unbalanced_mnist": 28, "cifar10": 32, "cifar100": 32, "synthetic_melt_pool_small": 24, "thinwall": 200}
+SIDES = {"digits": 8, "unbalanced_digits": 8, "two_digits": 8, "mnist": 28, "unbalanced_mnist": 28, "cifar10": 32, "cifar100": 32, "synthetic_melt_pool_small": 24, "thinwall": 200}
 
 
 @pytest.mark.parametrize("profiles", [PROFILES, ADAPTIVE_PROFILES], ids=["global_adapt_v2", "adaptive_noise"])
