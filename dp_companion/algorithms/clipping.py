@@ -241,7 +241,7 @@ class GlobalAdaptV2(Global):
 @dataclass(frozen=True, kw_only=True)
 class GroupAdaptive(CountingRule):
     "Flat clipping with a bound per group that follows noisy counts, DP-F (Xu et al. 2021, arXiv 2003.03699)."
-    num_groups: int # K, public; >= 1
+    num_groups: int # K, public; >= 1; max_grad_norm is below 1e30/(1 + K), since a bound may grow to (1 + K)*C0
     group_bounds: tuple[float,...] = () # C_k now, for every group; empty starts at 2*C0
     name: ClassVar[str] = "group_adaptive"
     needs_groups: ClassVar[bool] = True

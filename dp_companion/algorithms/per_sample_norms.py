@@ -5,15 +5,18 @@
 # %% auto #0
 __all__ = ['LAUNCH_ELEMENTS', 'CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'LatePart', 'zero_rows', 'least', 'lost',
            'squares', 'add_rows', 'row_part', 'matrix_part', 'pieces', 'add_product', 'rounded_up', 'gram',
-           'gram_norms', 'gram_squares', 'positions', 'linear_rank_one', 'linear_gram', 'linear_matrices', 'padded',
-           'windows', 'patch_rows', 'padded_again', 'patches_in_turn', 'pixels', 'patch_elements', 'samples_at_once',
-           'conv_bias', 'weight_gradient', 'add_convolution', 'add_patches', 'weight_matrices', 'conv_matrices',
-           'grouped_matrices', 'conv_grouped', 'seen', 'pixel_grams', 'patch_grams', 'conv_gram_squares', 'conv_gram',
-           'conv_gram_product', 'affine_parts', 'grouped_norm', 'group_norm', 'instance_norm', 'layer_norm',
-           'add_tokens', 'embedding', 'in_memory_order', 'opacus_rows', 'kernels_of', 'candidates']
+           'gram_norms', 'gram_squares', 'positions', 'linear_rank_one', 'linear_gram', 'linear_matrices', 'padding_of',
+           'padded', 'windows', 'patch_rows', 'padded_again', 'patches_in_turn', 'pixels', 'patch_elements',
+           'samples_at_once', 'conv_bias', 'weight_gradient', 'add_convolution', 'add_patches', 'weight_matrices',
+           'conv_matrices', 'grouped_matrices', 'conv_grouped', 'seen', 'pixel_grams', 'patch_grams',
+           'conv_gram_squares', 'conv_gram', 'conv_gram_product', 'affine_parts', 'grouped_norm', 'group_norm',
+           'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'unhooked', 'vmapped_rows',
+           'opacus_rows', 'kernels_of', 'candidates']
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 import math
+from collections import OrderedDict
+from contextlib import contextmanager
 from functools import cache, partial, reduce
 from dataclasses import dataclass
 from typing import Callable
@@ -177,9 +180,16 @@ def linear_matrices(layer, slots, a, b):
     return matrix_part(a.shape[2]*b.shape[2], a, b, form), row_part("bias", b.sum(1))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #16efef42
+def padding_of(layer)->list: # Before and after, the last dimension first
+    "What a convolution's forward pass pads now, whatever it was built with."
+    if layer.padding_mode!="zeros": return layer._reversed_padding_repeated_twice
+    if layer.padding=="valid": return [0]*4
+    if layer.padding!="same": return [p for p in reversed(layer.padding) for _ in range(2)]
+    return [x for k, d in zip(reversed(layer.kernel_size), reversed(layer.dilation)) for t in [d*(k-1)] for x in (t//2, t - t//2)]
+
 def padded(layer, a)->Tensor:
     "The input with its padding made explicit."
-    pad = layer._reversed_padding_repeated_twice
+    pad = padding_of(layer)
     return F.pad(a, pad, mode="constant" if layer.padding_mode=="zeros" else layer.padding_mode) if any(pad) else a
 
 def windows(
@@ -200,7 +210,7 @@ def patch_rows(layer, a, b, channels_last:bool)->Tensor: # (batch*groups, T, D)
 
 def padded_again(layer, a, frame:Tensor|None)->Tensor:
     "The padded input, in the memory of an earlier one where only the inside of that differs."
-    left, right, top, bottom = layer._reversed_padding_repeated_twice
+    left, right, top, bottom = padding_of(layer)
     if frame is None or layer.padding_mode!="zeros" or not any((left, right, top, bottom)): return padded(layer, a)
     frame = frame[:len(a)]
     frame[:, :, top:top+a.shape[2], left:left+a.shape[3]] = a
@@ -371,15 +381,29 @@ def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
     "Per-sample gradients (batch, *shape) as rows in the order of the slot's memory."
     return (gradients.permute(0, 1, 3, 4, 2) if slot.channels_last else gradients).reshape(len(gradients), -1)
 
+@contextmanager
+def unhooked(layer:nn.Module):
+    "Without its hooks and those of what is inside: what a layer is given, and gives, has been through them."
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    kept = [(module, name, getattr(module, name)) for module in layer.modules() for name in names]
+    for module, name, _ in kept: setattr(module, name, OrderedDict())
+    try: yield
+    finally:
+        for module, name, hooks in kept: setattr(module, name, hooks)
+
+def vmapped_rows(layer, activations:list, backprops:Tensor)->dict: # Parameter -> (batch, *shape)
+    "Opacus's sampler for any module, of the layer as it is now: Opacus keeps a copy of the first."
+    vars(layer).pop("ft_compute_sample_grad", None)
+    with unhooked(layer): return ft_compute_per_sample_gradient(layer, activations, backprops)
+
 def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives."
     if getattr(layer, "padding_idx", None) is not None: b = b*(a!=layer.padding_idx).unsqueeze(-1) # Which Opacus does not see
     is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" # Opacus takes every padding for zeros
-    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), ft_compute_per_sample_gradient) if is_seen else ft_compute_per_sample_gradient
-    vars(layer).pop("ft_compute_sample_grad", None) # Opacus keeps a copy of the layer as it was
+    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), vmapped_rows) if is_seen else vmapped_rows
     try: found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     except RuntimeError as error:
-        if "vmap" not in str(error): raise
+        if not any(word in str(error) for word in ("vmap", "deepcopy")): raise
         raise ValueError(f"a module with parameters of its own must treat every sample alike, without chance, and make no decision by its numbers, got a {type(layer).__name__} ({str(error).partition('. ')[0]}); put those parameters into a module of their own") from None
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in layer.named_parameters() if name in slots)
 

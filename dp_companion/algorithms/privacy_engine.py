@@ -10,10 +10,12 @@ __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'rule_
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
+import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+import numpy as np
 import opacus
 import torch
 import torch.distributed as dist
@@ -364,8 +366,8 @@ def settings(self:PrivacyEngine)->dict: # Plain values
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
     "Ledger, place in the schedules, rule, kernels and generators."
-    optimizer = self.optimizer
-    return {"settings": self.settings(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
+    optimizer, (kind, keys, *rest) = self.optimizer, np.random.get_state()
+    return {"settings": self.settings(), "python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
         "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels, "torch": torch.get_rng_state(),
         "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place, self.workers_source.get_state()]}
 
@@ -382,9 +384,12 @@ def load_state_dict(self:PrivacyEngine, state:dict):
         if found!=value: raise ValueError(f"{name} must be the checkpoint's {found}, got {name}={value}")
     self.accountant.add(MechanismEvent(**e) for e in state["events"])
     optimizer.steps_taken = state["steps_taken"]
+    optimizer.restart()
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
     optimizer.tape.kernels.update(state["kernels"])
     torch.set_rng_state(state["torch"])
+    if "python" in state: random.setstate(state["python"])
+    if "numpy" in state: np.random.set_state(tuple(state["numpy"]))
     if state["sources"]:
         noise, optimizer.place, workers = state["sources"]
         optimizer.private_step.noise.generator.set_state(noise)

@@ -9,8 +9,10 @@ __all__ = ['TWO_PASSES', 'Ledger', 'poisson_batch', 'PoissonBatches', 'PoissonLo
 # %% ../../nbs/algorithms/private_optimizer.ipynb #f3bed797
 import copy
 import random
+import warnings
 from collections import deque
 from dataclasses import replace
+from itertools import combinations
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -65,7 +67,7 @@ def poisson_batch(
     return chosen[chosen%processes==rank].tolist()
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #a47f3eb6
-TWO_PASSES = "a pass over the returned data loader must end before the next begins, got two at once, which would draw the same batches twice"
+TWO_PASSES = "a pass over the returned data loader must end before the next begins, got two at once, which would draw the same batches twice; look at records through a loader of your own"
 
 class PoissonBatches(Sampler):
     "The rest of an epoch's batches; each pays for one step of `optimizer`."
@@ -81,12 +83,16 @@ class PoissonBatches(Sampler):
         began = optimizer.passes_begun
         self.go_back(unused)
         share = (dist.get_rank(), dist.get_world_size()) if optimizer.private_step.is_distributed else (0, 1)
-        for _ in range(optimizer.steps_left):
-            if began!=optimizer.passes_begun: raise ValueError(TWO_PASSES)
-            key = self.waiting.popleft() if self.waiting else self.source.key()
-            batch = poisson_batch(optimizer.plan, key, *share)
-            optimizer.drawn.append((len(batch), self.place(key)))
-            yield batch
+        try:
+            for _ in range(optimizer.steps_left):
+                if began!=optimizer.passes_begun: raise ValueError(TWO_PASSES)
+                key = self.waiting.popleft() if self.waiting else self.source.key()
+                batch = poisson_batch(optimizer.plan, key, *share)
+                optimizer.drawn.append((len(batch), self.place(key)))
+                yield batch
+        except GeneratorExit: # Nobody asks for the rest
+            optimizer.is_left |= began==optimizer.passes_begun
+            raise
 
     def go_back(self, unused:list): # Keys, of a secure source
         "Batches without their step come again, whatever they hold."
@@ -114,11 +120,12 @@ def rows_of(collate, records:list, seed:int)->list: # Tensors
         for start in (random.seed, np.random.seed, torch.manual_seed): start(seed)
         return [x for x in tensors_of(collate(records)) if x.dim() and x.layout==torch.strided]
 
-def mixes(collate, own, others:list, seed:int)->bool: # Of two others
-    "Whether one record's row goes by the other of a batch of two, in whatever order they come."
-    alone, once, again, beside = (rows_of(collate, [own, *some], seed) for some in ([], others[:1], others[:1], others[1:]))
-    return len(alone)==len(once)==len(again)==len(beside) and any((len(w), len(x), len(z))==(1, 2, 2) and x[0].shape==z[0].shape and is_same(x, y)
-        and not any(is_same(row, other) for row in x for other in z) for w, x, y, z in zip(alone, once, again, beside))
+def mixes(collate, own, others:list, seed:int)->bool: # Of two others or more
+    "Whether one record's row goes by the other of a batch of two, wherever in it that stands."
+    alone, again, *beside = (rows_of(collate, [own, *some], seed) for some in ([], others[:1], *([other] for other in others)))
+    def apart(x, y): return x.shape==y.shape and not any(is_same(row, other) for row in x for other in y)
+    return len({*map(len, (alone, again, *beside))})==1 and any((len(w), len(z))==(1, 2) and is_same(z, xs[0])
+        and all(len(x)==2 for x in xs) and all(apart(x, y) for x, y in combinations(xs, 2)) for w, z, *xs in zip(alone, again, *beside))
 
 def check_collate(
     collate, # A list of records -> a batch
@@ -126,10 +133,11 @@ def check_collate(
 ):
     "Refuse a collate function in which one record has a part in another's row."
     if len(dataset)<3: return
-    with kept_randomness(torch.device("cpu")): records = [dataset[k] for k in range(3)]
-    if any(mixes(collate, records[k], records[:k] + records[k+1:], seed) for seed in range(8) for k in range(3)): # Some mix now and then, or where one is the largest
-        raise ValueError("collate_fn must not mix records, which lets one move several rows, got a row that goes by another record; leave out MixUp and its like")
-
+    with kept_randomness(torch.device("cpu")): records = [dataset[k] for k in range(min(len(dataset), 4))]
+    if any(mixes(collate, own, records[:k] + records[k+1:], seed) for seed in range(8) for k, own in enumerate(records)): # Some mix now and then, or where one is the largest
+        raise ValueError("collate_fn must not mix records, which lets one move several rows, got a row that goes by another record; leave out MixUp and its like, and what is the same for a batch")
+    if not all(map(is_same, *(rows_of(collate, records, 0) for _ in range(2)))):
+        warnings.warn("collate_fn gives another batch when it is asked again with the same random numbers, so that nobody looks whether it mixes records; let it draw from torch's, NumPy's or Python's own generators", stacklevel=2)
 
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #ad1a3872
@@ -171,8 +179,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.private_step, self.ledger, self.plan = private_step, ledger, plan
         self._noise_schedule, self._bound_schedule, self.target_steps = noise_schedule, bound_schedule, target_steps
         self.original_optimizer, self.tape, self.report = private_step.optimizer, private_step.engine, None
-        self.steps_taken, self.pass_began, self.passes_begun, self.rows_left, self.fetched_ahead, self.handed_out, self.idle_passes = 0, 0, 0, 0, 0, 0, 0
+        self.steps_taken, self.pass_began, self.passes_begun, self.rows_left, self.fetched_ahead, self.idle_passes = 0, 0, 0, 0, 0, 0
+        self.handed_out, self.finished, self.is_left = 0, 0, False # Of this pass: batches, steps, and whether nobody holds it any more
         guard(self.original_optimizer, private_step)
+        self.guard = self.original_optimizer.guard
         self.original_optimizer.privacy_ledger = ledger # Whoever else is given it can see what it has spent
         self.place, self.drawn, self.skips = None, deque(), deque() # Where the source of batches was after the last one that had its step; the rows and the place of those without
     epoch = property(lambda self: self.plan.epoch_of(self.steps_taken), doc="Epoch of the next step, from 0.")
@@ -219,7 +229,7 @@ def check_target(self:PrivateOptimizer):
     "Refuse what would go beyond the target."
     if self.target_steps is not None and self.steps_taken>=self.target_steps:
         raise ValueError(f"training must stop after the {self.target_steps} steps that target_epsilon pays for, got one more; "
-            "give make_private_with_epsilon more epochs")
+            "give make_private_with_epsilon more epochs, and look at records through a loader of your own")
 
 @patch
 def drop(self:PrivateOptimizer):
@@ -229,17 +239,23 @@ def drop(self:PrivateOptimizer):
     self.zero_grad()
 
 @patch
+def restart(self:PrivateOptimizer):
+    "Drop what a pass has left; whoever goes on with it is refused."
+    self.drop()
+    self.pass_began, self.passes_begun = self.steps_taken, self.passes_begun + 1
+    self.handed_out, self.finished, self.is_left = 0, 0, False
+    self.drawn.clear()
+    self.skips.clear()
+
+@patch
 def begin_pass(self:PrivateOptimizer):
     "Drop what an interrupted pass left, and begin another."
-    self.check_target()
-    self.drop()
-    self.idle_passes = 0 if self.steps_taken>self.pass_began else self.idle_passes + 1
+    if self.passes_begun>=self.plan.epochs: self.check_target() # Large batches may be all taken in the first of them
+    self.idle_passes = 0 if self.finished else self.idle_passes + 1
     if self.idle_passes>1000:
         self.idle_passes = 0
         raise ValueError("every batch of the returned data loader must have its optimizer.step, an empty one too, got 1000 passes without one, which all begin with the same batch")
-    self.pass_began, self.handed_out, self.passes_begun = self.steps_taken, 0, self.passes_begun + 1
-    self.drawn.clear()
-    self.skips.clear()
+    self.restart()
 
 @patch
 def signal_skip_step(self:PrivateOptimizer, do_skip:bool=True): self.skips.append(do_skip) # For Opacus's BatchMemoryManager
@@ -252,22 +268,23 @@ def bound_name(rule:ClipRule)->str: # The field that a bound schedule moves
 def check_used(self:PrivateOptimizer, drawn:int, ahead:int=0): # Batches, or pieces of them, without a step; how many of them workers may hold
     "Refuse a loop that left one out, by what it held: a decision on raw data."
     if drawn>1+ahead: raise ValueError(f"every batch of the returned data loader must have its optimizer.step, an empty one too, got {drawn-1} without one; "
-        "do not skip a batch by its length or its loss, and look at records through a loader of your own")
+        "do not skip a batch by its length or its loss, fetch none before the last has had its step, and look at records through a loader of your own")
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #97387a17
 @patch
 def begin(self:PrivateOptimizer):
     "Account the next step, then begin it."
     self.check_target()
+    if self.guard is not self.original_optimizer.guard: raise ValueError("optimizer must be the one of the last make_private, got an earlier one of the same parameters")
     if not self.drawn: raise ValueError("every optimizer.step must have a batch of its own from the returned data loader, "
         "got a step without one; a second step on one batch, or on a batch from elsewhere, is not what the accountant certifies")
-    self.check_used(self.handed_out-(self.steps_taken-self.pass_began))
+    self.check_used(self.handed_out-self.finished)
     self.check_used(len(self.drawn), self.fetched_ahead) # Where another loader stands between, as Opacus's BatchMemoryManager does
     sigma = self.noise_multiplier
     if self.bound_schedule is not None:
         self.private_step.clip_rule = replace(self.clip_rule, **{bound_name(self.clip_rule): self.at(self.bound_schedule)})
     self.ledger.add(self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)))
-    self.rows_left, self.place = self.drawn.popleft()
+    self.rows_left = self.drawn[0][0]
     self.steps_taken += 1
     self.private_step.begin(sigma)
 
@@ -293,6 +310,7 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
     batch_size = self.tape.check()
     if self.clip_rule.needs_groups and groups is None: raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
     self.check_used(len(self.skips), self.fetched_ahead)
+    if self.skips and self.is_left: raise ValueError("a pass over a BatchMemoryManager's loader must be held until its steps are done, got a step after its iterator was dropped, as by next(iter(loader)); look at records through a loader of your own")
     if not self.private_step.is_begun: self.begin()
     try:
         self.check_rows_left(batch_size)
@@ -301,6 +319,7 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
         self.tape.clear()
         if not (self.skips.popleft() if self.skips else False):
             self.check_all_rows()
+            self.finished, (_, self.place) = self.finished+1, self.drawn.popleft() # From here on its noise may be out
             self.report = self.private_step.finish()
     except BaseException:
         self.drop()
@@ -317,6 +336,10 @@ def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
 
 @patch
 def add_param_group(self:PrivateOptimizer, group): raise ValueError("parameters must be in the optimizer before make_private, got a new group")
+
+@patch(as_prop=True)
+def _step_supports_amp_scaling(self:PrivateOptimizer): raise ValueError("optimizer.step must be called without a GradScaler, whose factor goes by raw gradients, got one; "
+    "leave it out, since layers compute in their parameters' own precision")
 
 for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"): # Its own step is the original's
     setattr(PrivateOptimizer, f"register_{name}_hook", property(lambda self, name=name: getattr(self.original_optimizer, f"register_{name}_hook")))

@@ -17,10 +17,11 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
+from opacus.layers import SequenceBias
 from torch import nn, Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from .book_keeping import has_kernel, is_looked_at, own_parameters, tapped_layers
+from .book_keeping import has_kernel, own_parameters, tapped_layers
 from .clipping import ClipRule, CountingRule
 from .engines import ENGINES, check_rows, part_of
 from .noise import GaussianNoise, seeded_by_torch
@@ -58,6 +59,7 @@ def check_layer(name:str, layer:nn.Module):
     check_own_parameters(name, layer)
     if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)): raise ValueError(f"recurrent layers must be Opacus's own, whose steps are layers, got {kind} at {name!r}; use DP{kind} of opacus.layers.dp_rnn")
     if isinstance(layer, nn.EmbeddingBag): raise ValueError(f"the model must not use EmbeddingBag, which may pack samples so that none has a row of its own, got one at {name!r}; use Embedding and a mean over its words")
+    if isinstance(layer, SequenceBias) and not layer.batch_first: raise ValueError(f"attention must have add_bias_kv=False, since Opacus puts the sequence in front for it, got add_bias_kv=True at {name!r}")
 
 def check_eager(name:str, layer:nn.Module):
     "Refuse a trainable module that does not call its layers one by one."
@@ -66,9 +68,10 @@ def check_eager(name:str, layer:nn.Module):
 
 def check_unchanged(name:str, layer:nn.Module):
     "Refuse a trainable layer that does not do what its class does."
-    changed = "a forward of its own" if "forward" in vars(layer) else "a forward hook" if layer._forward_hooks else ""
+    changed = "a forward of its own" if "forward" in vars(layer) else "a forward hook" if layer._forward_hooks else \
+        next((f"a {k} that a hook makes of other parameters" for k in ("weight", "bias") if isinstance(vars(layer).get(k), Tensor)), "")
     if changed and any(p.requires_grad for p in layer.parameters(recurse=False)):
-        raise ValueError(f"trainable layers must do what their class does, got {changed} at {name!r}; make it a module around the layer")
+        raise ValueError(f"trainable layers must do what their class does, got {changed} at {name!r}; make it a module around the layer, or a parametrization")
 
 # %% ../../nbs/algorithms/private_step.ipynb #da423006
 def check_model(model:nn.Module):
@@ -247,6 +250,7 @@ def begin(self:PrivateStep,
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
     check_multiplier(sigma)
     check_trainable(self.model, self.engine.slots)
+    self.engine.is_held = False # The noise overwrites what is there
     self.step_multiplier, self.is_begun, self.has_noise, self.seen, self.losses, self.is_counted = float(sigma), True, False, [], [], False
 
 @patch
@@ -274,7 +278,7 @@ def accumulate(self:PrivateStep,
     check_groups(groups, targets)
     if self.has_noise and self.counts_first and not self.is_counted:
         raise ValueError("a rule that counts before it scales must see the logical batch in one call, got a second piece; use PrivateStep with max_physical_batch_size")
-    seen, self.engine.at_once, self.looks = [], self.counts_first and not self.is_counted, is_looked_at(self.engine.passes)
+    seen, self.engine.at_once, self.looks = [], self.counts_first and not self.is_counted, self.engine.is_due(len(targets))
     def scale(norms): # Of the next samples
         start = sum(len(s[0]) for s in seen)
         if start+len(norms)>len(targets): check_rows(start+len(norms), len(targets))
@@ -320,7 +324,7 @@ def draw_noise(self:PrivateStep):
     self.noise_std = self.step_multiplier*self.sensitivity/self.expected_batch_size
     draws = not self.is_distributed or dist.get_rank()==0
     self.noise.fill_(self.engine.flat, self.noise_std if draws else 0.)
-    self.has_noise = True
+    self.has_noise = self.engine.is_held = True
 
 # %% ../../nbs/algorithms/private_step.ipynb #88ba665f
 @patch
@@ -338,7 +342,7 @@ def finish(self:PrivateStep)->StepReport:
     for p, slot in self.engine.slots.items(): p.grad = slot.shaped if slot.shaped.stride()==p.stride() else torch.empty_like(p).copy_(slot.shaped) # Fused optimizers walk memory
     self.is_stepping = True
     try: self.optimizer.step()
-    finally: self.is_stepping = False
+    finally: self.is_stepping = self.engine.is_held = False
     if not self.counts_first: self.renew_rule(norms, groups)
     losses, self.is_begun, self.seen, self.losses = torch.cat([empty, *self.losses]), False, [], []
     return StepReport(noise_multiplier=self.step_multiplier, sensitivity=self.sensitivity, noise_std=self.noise_std,

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
-from .book_keeping import Anchor, is_looked_at, owned, refuse_past, tensors_of
-from .engines import Arguments, NotFinite, call, check_norm, check_precision, gradients, is_alone, check_calls, forget_calls, kept_randomness, lone_norm, looking, mapped, norm_of, only_in_layers, per_sample_losses
+from .book_keeping import Anchor, check_precision, owned, refuse_past, tensors_of
+from .engines import Arguments, Looks, NotFinite, call, check_norm, gradients, is_alone, check_calls, forget_calls, looking, mapped, norm_of, only_in_layers, per_sample_losses
 from .private_step import check_trainable, unchanged_state
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -42,10 +42,9 @@ def emptied(two, three): # A module's outputs for two samples and for three
     return mapped(cut, two)
 
 # %% ../../nbs/algorithms/tapes.ipynb #4c1552e7
-class Tape:
+class Tape(Looks):
     "An engine whose forward and backward pass the caller runs."
-    at_once = False # Whether `scale` must see the whole batch in one call
-    passes = 0
+    at_once = is_held = False # Whether `scale` must see the whole batch in one call; whether a part of it is in the buffer
     def __init__(self, engine, is_mean:bool): # From `engines`; whether the loss is a mean over the batch
         self.engine, self.is_mean = engine, is_mean
         self.flat, self.slots, self.kernels = engine.flat, engine.slots, engine.kernels
@@ -79,25 +78,23 @@ def forward(self:Tape, module, args, kwargs):
     self.clear()
     self.batch_size = batch_size_of(args, kwargs)
     if self.batch_size:
-        if is_looked_at(self.passes): self.look(module, args, kwargs)
-        self.passes += 1
+        self.is_looking = self.is_due(self.batch_size)
+        if self.is_looking: self.look(args, kwargs)
+        self.count(self.batch_size)
         return self.record(module, args, kwargs)
     def called(rows): return call(module, mapped(partial(with_rows, rows), Arguments(args, kwargs))) # Not every module takes no rows
     with looking(self.engine, lambda b: None): three = called(3)
     return emptied(called(2), three) # Not one row, of which a module may drop the dimension
 
 @patch
-def look(self:Tape, module, args, kwargs):
-    "Refuse a module in which samples meet, or of whose gradients the engine does not see all; what is added has no weight."
-    inputs, none = Arguments(args, kwargs), self.flat.new_zeros(self.batch_size)
+def look(self:Tape, args, kwargs):
+    "Refuse a module in which samples meet, or of whose gradients the engine does not see all."
     def random_sums(outputs, targets): # (batch,)
-        rows = [x for x in tensors_of(outputs) if x.is_floating_point() and x.dim() and len(x)==len(none)]
-        if not rows and not self.passes: warnings.warn("no output of the module has the batch in front, so that nobody looks whether samples meet in it; give outputs of shape (batch, ...)", stacklevel=2)
-        return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=none)
-    self.engine.passes = self.passes
-    k = (len(none)//2+self.passes)%len(none)
-    if lone_norm(self.engine, lambda: random_sums(call(module, mapped(Tensor.clone, inputs)), none), k)>0:
-        with kept_randomness(none.device): self.engine.accumulate(random_sums, mapped(Tensor.clone, inputs), none, torch.zeros_like)
+        rows = [x for x in tensors_of(outputs) if x.is_floating_point() and x.dim() and len(x)==len(targets)]
+        if not rows and not any(self.passes): warnings.warn("no output of the module has the batch in front, so that nobody looks whether samples meet in it; give outputs of shape (batch, ...)", stacklevel=2)
+        return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=targets)
+    self.engine.is_held = self.is_held
+    self.engine.look(random_sums, Arguments(args, kwargs), self.flat.new_zeros(self.batch_size), self.sample(self.batch_size))
 
 # %% ../../nbs/algorithms/tapes.ipynb #953f7c45
 OLD_PASS = "loss.backward must go once through the last forward pass of the module, got an older or a second pass"
@@ -122,7 +119,7 @@ class BookTape(Tape):
             for handle in handles: handle.remove()
 
     def check(self)->int:
-        if super().check(): refuse_past(self.slots)
+        if super().check(): refuse_past(p.grad for p in self.slots)
         return self.batch_size
 
 # %% ../../nbs/algorithms/tapes.ipynb #317d1f01
@@ -221,9 +218,11 @@ class GhostTape(HooksTape):
 @patch
 def check_losses(self:GhostTape, losses:Tensor, losses_of, outputs, targets):
     "Refuse losses that depend on other samples, or reach parameters past the layers, after the first pass."
-    if not is_looked_at(self.passes-1): return
-    model, k = self.engine.model, (len(losses)//2+self.passes)%len(losses)
+    if not self.is_looking: return
+    model, k = self.engine.model, self.sample(len(losses))
     is_alone(self.engine, losses_of, outputs, targets, k)
+    past = losses_of(outputs, targets)
+    if past.requires_grad: refuse_past(torch.autograd.grad(past.sum(), list(self.slots), allow_unused=True))
     model.disable_hooks()
     found = gradients(self.engine, losses[k])
     model.enable_hooks()
@@ -235,7 +234,8 @@ class GhostCriterion:
     "A criterion whose losses are kept apart until the second pass."
     def __init__(self, tape:GhostTape, loss_fn): self.tape, self.loss_fn = tape, loss_fn
     def __call__(self, input, target): # As torch's losses name them
-        return GhostLoss(self, self.losses_of(input, target) if len(target) else self.tape.flat.new_empty(0), input, target)
+        with only_in_layers(self.tape.engine.model, self.tape.slots): losses = self.losses_of(input, target) if len(target) else self.tape.flat.new_empty(0)
+        return GhostLoss(self, losses, input, target)
     def losses_of(self, outputs, targets)->Tensor: return per_sample_losses(self.loss_fn, outputs, targets) # (batch,)
 
 # %% ../../nbs/algorithms/tapes.ipynb #c227f1f9
@@ -247,7 +247,7 @@ class GhostLoss:
     __float__ = item
     def __format__(self, spec:str)->str: return format(self.item(), spec)
 
-    def backward(self):
+    def backward(self, retain_graph=True): # As a tensor's; the second pass needs the graph
         "The first pass, for norms."
         if not len(self.losses): return
         tape = self.criterion.tape
@@ -274,7 +274,7 @@ class PrivateModule(nn.Module):
 
     def forward(self, *args, **kwargs):
         is_step = self.training and torch.is_grad_enabled()
-        with unchanged_state(self._module, is_step and is_looked_at(self.tape.passes)):
+        with unchanged_state(self._module, is_step and self.tape.is_due(batch_size_of(args, kwargs))):
             return self.tape.forward(self._module, args, kwargs) if is_step else self._module(*args, **kwargs)
 
     def __getattr__(self, name):

@@ -41,17 +41,15 @@ def melt_pool_crop(
 # %% ../../nbs/workbench/melt_pools.ipynb #1b032172
 MARKS = {**dict.fromkeys(("1", "1.0", "true", "yes", "porous", "defective", "anomalous"), 1), **dict.fromkeys(("0", "0.0", "false", "no", "nonporous", "non-porous", "healthy"), 0)}
 
-def _cells(table): return {name: table[name].astype(str).str.strip() for name in table.columns}
-
 def _names(table, path):
     "The first column whose every cell names a frame."
-    for cells in _cells(table).values():
+    for _, cells in table.items():
         if len(cells) and cells.str.removesuffix(".csv").map(FRAME_NAME.fullmatch).notna().all(): return cells
     raise ValueError(f"the table of frames must have a column with the frames' names, got {', '.join(table.columns)} in {path}")
 
 def _marks(table, path):
     "1 or 0 a row, from the first column named for it whose every cell says so."
-    named = {name: cells for name, cells in _cells(table).items() if re.search("poro|label|defect|size|diameter|mm", name.lower())}
+    named = {name: cells for name, cells in table.items() if re.search("poro|label|defect|size|diameter|mm", name.lower())}
     if not named: raise ValueError(f"the table of frames must have a column with porous or not, or the pore's size in mm, got {', '.join(table.columns)} in {path}")
     marks = {name: cells.map(_mark) for name, cells in named.items()}
     for found in marks.values():
@@ -64,7 +62,7 @@ def _marks(table, path):
 def _labels(path, stems):
     "0 or 1 for each frame, from the table of frames."
     import pandas as pd
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    table = pd.read_csv(path, dtype=str, keep_default_na=False).map(str.strip)
     names, marks = _names(table, path), _marks(table, path)
     if (twice := names[names.duplicated()].tolist()): raise ValueError(f"every frame must have one row, got several of {twice[0]}, in {path.parent}")
     labels = dict(zip(names.str.removesuffix(".csv"), marks))

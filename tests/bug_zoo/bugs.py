@@ -135,8 +135,8 @@ STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOp
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
 LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)) # Where the trainer does not look itself
-NO_LOOK = Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)) # The engines see wrong norms themselves
-NO_MEETING = Patch(engines, "lone_norm", "x.nan_to_num(0, 0, 0).any()", "False")
+NO_LOOK = (Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)), Patch(engines, "check_gradient", "apart>.01*size", "False")) # The engines see wrong norms themselves
+NO_MEETING = Patch(engines, "lone_gradient", "x.nan_to_num(0, 0, 0).any()", "False")
 NO_COPIES = Patch(engines, "is_alone", "not near(first, loss(*copies", "False and not near(first, loss(*copies")
 NO_REFUSAL = Patch(private_step, "check_layer", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
 NO_BUFFERS = Patch(private_step, "check_own_parameters", "if found: raise", "if False: raise")
@@ -152,17 +152,17 @@ ZOO = [
         (Patch(GaussianNoise, "key", "generator=self.generator", "generator=torch.Generator().manual_seed(0)"),)),
     Bug("layer not clipped", "One layer is added up unscaled.", "step", RECORD,
         (Patch(STEP, "accumulate", "losses = self.engine", "self.engine.flat.share = 1/self.expected_batch_size; losses = self.engine"),
-         Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"))),
+         Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"), *NO_LOOK)),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
-        (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"), NO_LOOK)),
+        (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"), *NO_LOOK)),
     Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,
-        (Patch(RuledOptimizer, "clip_and_accumulate", "g.reshape(len(g), -1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"), NO_LOOK)),
+        (Patch(RuledOptimizer, "clip_and_accumulate", "g.reshape(len(g), -1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"), *NO_LOOK)),
     Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
-        (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"), NO_LOOK)),
+        (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"), *NO_LOOK)),
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
-        (Patch(OPTIMIZER, "begin_pass", "self.drop()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
+        (Patch(OPTIMIZER, "restart", "self.drop()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
-        (Patch(STEP, "begin", "True, False, []", "True, self.is_begun and self.has_noise, []"),)),
+        (Patch(STEP, "begin", "True, False, []", "True, self.is_begun and self.has_noise, []", (("self.engine.is_held = False", "pass"),)),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
         (Patch(BATCHES, "__iter__", "optimizer.begin_pass()", "optimizer.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(optimizer.plan.dataset_size)",
                (("poisson_batch(optimizer.plan, key, *share)", "order[_*optimizer.expected_batch_size:][:optimizer.expected_batch_size].tolist()"),)),)),
