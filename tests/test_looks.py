@@ -605,3 +605,102 @@ def test_attention_inside_a_module_with_parameters_of_its_own_is_taken():
 def test_reentrant_checkpointing_is_refused_in_a_sentence():
     def again(model, x): return model.last(checkpoint(torch.relu, model.first(x), use_reentrant=True))
     with pytest.raises(ValueError, match="no layer may run again in the backward pass, got torch.utils.checkpoint with use_reentrant=True"): one_step(Net(again), "book", "step", *data())
+
+
+def test_a_look_at_a_loss_leaves_frozen_what_is_frozen():
+    model, (x, y) = nn.Linear(5, 3).double(), data()
+    module, _, criterion, _ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine="ghost", data_loader=DataLoader(TensorDataset(x, y), batch_size=4))
+    model.eval().requires_grad_(False)
+    with torch.no_grad(): assert criterion(module.eval()(x), y).item() > 0
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+class Masked(ConditionedNet):
+    def forward(self, x): return super().forward(x).masked_fill(torch.arange(3) == 2, -torch.inf)
+
+
+@pytest.mark.parametrize("engine", ["book", "hooks"])
+def test_what_is_not_finite_ends_no_look(engine):
+    "Neither a masked output, nor another record."
+    x, y = data()
+    model = Masked().double()
+    module, _, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine=engine, data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"): module(x)
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"): one_step(ConditionedNet(), engine, "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
+
+
+def test_a_derivative_that_becomes_an_output_is_refused():
+    "A small one is less than a look sees."
+    def forced(model, x):
+        x = x.detach().requires_grad_(True)
+        out = model.last(model.first(x).tanh())
+        return out + 1e-6*torch.autograd.grad(out.sum(), x, create_graph=True)[0].pow(2).sum(1, keepdim=True)
+    with pytest.raises(ValueError, match="as where a derivative is part of the loss"): one_step(Net(forced), "book", "step", *data())
+
+
+@ENGINES
+def test_a_look_goes_not_back_into_what_made_the_input(engine):
+    encoder, model, (x, y) = nn.Linear(5, 5).double(), nn.Linear(5, 3).double(), data()
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1., engine=engine)
+    found = []
+    for looks in (True, False):
+        if not looks: step.engine.passes = (3, 3)
+        own = x.clone().requires_grad_(True)
+        step(nn.CrossEntropyLoss(), own, y)
+        found.append(own.grad)
+        step.engine.passes = (0, 0)
+        step(nn.CrossEntropyLoss(), encoder(x).tanh(), y)
+    torch.testing.assert_close(*found)
+
+
+def test_a_criterion_draws_the_same_whether_it_is_looked_at():
+    def drawn(passes):
+        torch.manual_seed(0)
+        model, (x, y) = nn.Linear(5, 3).double(), data()
+        def noisy(out, y): return F.cross_entropy(out + .1*torch.randn_like(out), y, reduction="none")
+        module, _, criterion, _ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine="ghost", data_loader=DataLoader(TensorDataset(x, y), batch_size=4), criterion=noisy)
+        module.tape.passes = passes
+        torch.manual_seed(1)
+        criterion(module(x), y).backward()
+        return torch.rand(1).item()
+    assert drawn((0, 0)) == drawn((3, 3))
+
+
+class Keeping(nn.Module):
+    "A parameter of its own, a layer inside with a hook of the user's, and its last output at hand."
+    def __init__(self):
+        super().__init__()
+        self.gain, self.inner, self.act, self.kept = nn.Parameter(torch.full((5,), .7)), nn.Linear(5, 5), nn.Tanh(), None
+        self.act.register_forward_hook(lambda layer, args, output: 2*output)
+    def forward(self, x):
+        self.kept = self.act(self.inner(x)*self.gain)
+        return self.kept
+
+
+@ENGINES
+@WAYS
+def test_a_layer_may_keep_its_output_and_hold_hooks_inside(engine, way):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(Keeping(), nn.Linear(5, 3)).double()
+    model, (x, y), expected = build(), data(), 0
+    for a, b in zip(x, y):
+        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()))])
+        expected = expected + g*min(1, 1/g.norm())
+    torch.testing.assert_close(one_step(build(), engine, way, x, y), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("padding", [0, (1,), "same", "valid"])
+@pytest.mark.parametrize("kernel", ["matrices", "grouped", "gram", "gram_product", "opacus"])
+def test_a_padding_may_be_written_as_torch_takes_it(padding, kernel):
+    def build():
+        layer = nn.Conv2d(1, 4, 3, padding=1)
+        layer.padding = padding
+        return nn.Sequential(layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert moved(build, "book", x, torch.arange(8) % 3, 1, kernels={"0": kernel}) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("engine", ["ghost", "hooks"])
+def test_parameters_in_a_container_are_refused_with_the_engine_that_takes_them(engine):
+    with pytest.raises(ValueError, match="engine must be 'book' for a module whose trainable parameters are all in a container"): one_step(nn.Sequential(Listed(), nn.Linear(5, 3)), engine, "step", *data())

@@ -1213,6 +1213,19 @@ def test_a_step_that_failed_is_not_passed_over():
                 del optimizer.private_step.accumulate
 
 
+def test_counts_of_a_step_that_failed_are_taken_back():
+    "Else one batch would be counted as often as its step fails."
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), clip_rule=GroupAdaptive(num_groups=2, max_grad_norm=.5))
+    before = optimizer.clip_rule
+    for _ in range(3):
+        x, y = next(iter(loader))
+        F.cross_entropy(module(x), y).backward()
+        rows, place = optimizer.drawn[0]
+        optimizer.drawn[0] = rows+1, place
+        with pytest.raises(ValueError, match="rows fewer than were drawn"): optimizer.step(groups=torch.arange(len(x)) % 2)
+        assert optimizer.clip_rule == before
+
+
 @pytest.mark.parametrize("secure", [True, False])
 def test_a_batch_in_pieces_that_is_left_comes_again(secure):
     "A loop that leaves where a record is in a piece had it in 1 % of the steps instead of 18."
@@ -1302,6 +1315,7 @@ def test_epochs_of_large_batches_end_without_an_error(epochs):
     model = nn.Linear(6, 3).double()
     module, optimizer, loader = PrivacyEngine(secure_mode=False).make_private_with_epsilon(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1),
         data_loader=DataLoader(flat_data(40), batch_size=32), target_epsilon=3., target_delta=1e-3, epochs=epochs, max_grad_norm=1.)
+    next(iter(loader)) # A look is no epoch
     for _ in range(epochs):
         for x, y in loader:
             F.cross_entropy(module(x), y).backward()

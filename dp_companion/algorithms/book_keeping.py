@@ -254,8 +254,8 @@ def tap(self:Book, name, layer, args, kwargs, output):
     if output.grad_fn is None: raise ValueError(f"the module must run as Python, got layer {name!r} without a graph, as under torch.compile; leave it off")
     at = output.output_nr # The layer's own step back comes after whatever hooks its output is given
     def back(b):
-        if b[at] is None or self.is_open: return # A gradient that the model takes on its way
-        if not held: raise ValueError(f"the backward pass must go once through every layer, got a second time through {name!r}, as where a derivative is part of the loss; leave it out")
+        if b[at] is None or (self.is_open and not torch.is_grad_enabled()): return # A gradient that the model takes on its way
+        if not held or self.is_open: raise ValueError(f"the backward pass must go once through every layer, got a second time through {name!r}, as where a derivative is part of the loss; leave it out")
         self.write(name, held.pop(), version, b[at])
     output.grad_fn.register_prehook(back)
     return output

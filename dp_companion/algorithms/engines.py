@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REFUSED', 'AGAIN', 'MEET', 'UNSEEN', 'ENGINES', 'per_sample_losses', 'Arguments', 'refusing', 'call', 'mapped',
            'part_of', 'kept_randomness', 'looking', 'norm_of', 'gradients', 'lone_gradient', 'copies', 'is_alone',
-           'check_norm', 'check_gradient', 'check_rows', 'Looks', 'Engine', 'BookEngine', 'default_format_',
+           'check_norm', 'check_gradient', 'check_rows', 'apart', 'Looks', 'Engine', 'BookEngine', 'default_format_',
            'check_samplers', 'samplers_for', 'seen_by_opacus_', 'forget_calls', 'check_calls', 'check_untied',
            'rounded_up_norms', 'RuledOptimizer', 'HooksEngine', 'NotFinite', 'linear_norms', 'RuledGhost',
            'only_in_layers', 'PerSample', 'GhostEngine']
@@ -59,6 +59,7 @@ class Arguments(NamedTuple):
 
 REFUSED = { # Of torch's or Opacus's words -> what to do instead
     "BackwardHookFunction": "a model must not change the output of a trainable layer in place for engine='ghost' or 'hooks', got one that does; use inplace=False, or engine='book'",
+    "pop from empty list": "a model must not take a gradient on its way for engine='ghost' or 'hooks', got one that does; use engine='book'",
     "Parameter tying": "a layer must be called once a pass for engine='ghost', got one that is called again; use engine='book'",
 }
 
@@ -66,7 +67,7 @@ REFUSED = { # Of torch's or Opacus's words -> what to do instead
 def refusing():
     "Around a forward pass under Opacus's hooks, which cannot follow every model."
     try: yield
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         found = next((ours for theirs, ours in REFUSED.items() if theirs in str(error)), None)
         if found is None: raise
         raise ValueError(found) from None
@@ -199,8 +200,8 @@ UNSEEN = "parameters may be used by their own layers alone, and neither loss nor
 
 def check_norm(engine, found:float, lone:float):
     "Refuse an engine that does not see what ordinary differentiation sees."
-    if not (math.isfinite(found) and lone>=1e-18): return # Squares of less are zero in single precision
-    if found<.99*lone or (found>1.01*lone and not engine.rounds_up):
+    if not 1e-18<=lone<math.inf or (lone>=1e18 and not math.isfinite(found)): return # Squares of less are zero in single precision, and of more infinite
+    if not math.isfinite(found) or found<.99*lone or (found>1.01*lone and not engine.rounds_up):
         raise ValueError(f"the engine must see all of a sample's gradient, got a norm of {found:.4g} for {lone:.4g}: {UNSEEN}")
 
 def check_gradient(engine, lone:tuple): # As `gradients` gives it
@@ -215,6 +216,8 @@ def check_gradient(engine, lone:tuple): # As `gradients` gives it
 def check_rows(rows:int, batch_size:int):
     "Refuse per-sample gradients that are not one a sample."
     if rows!=batch_size: raise ValueError(f"every layer must see one row per sample, got {rows} rows for {batch_size} samples; give it the positions of a sample as a dimension behind the batch, padded and not packed")
+
+def apart(x:Tensor)->Tensor: return x.detach().requires_grad_(x.requires_grad).clone() # A model may change its input, and nothing of a look goes back into what made it
 
 class Looks:
     "When one sample is looked at: at passes 0, 1, 2, 4, 8, ...; those of one sample, in which nothing can meet, are counted apart."
@@ -238,14 +241,15 @@ class Engine(Looks):
 
     def look(self, loss_fn, inputs, targets, k:int):
         "Refuse a model or a loss in which samples meet, or of whose gradients the engine does not see all."
-        def losses_of(inputs, targets): return per_sample_losses(loss_fn, call(self.model, mapped(Tensor.clone, inputs)), targets) # A model may change its input
-        def lone(): return lone_gradient(self, lambda: losses_of(inputs, targets), k)
-        size, repeats = norm_of(lone()), is_alone(self, losses_of, inputs, targets, k)
-        if not repeats or size==0: return
+        def losses_of(inputs, targets): return per_sample_losses(loss_fn, call(self.model, mapped(apart, inputs)), targets)
+        def lone(): return lone_gradient(self, lambda: losses_of(*copies((inputs, targets), k, len(targets))), k) # Of copies, since others may not be finite
+        lone_gradient(self, lambda: losses_of(inputs, targets), k)
+        if not is_alone(self, losses_of, inputs, targets, k) or (size := norm_of(lone()))==0: return
         kept = self.flat.clone() if self.is_held else None
         try:
-            norms = self.add_one(loss_fn, mapped(Tensor.clone, inputs), targets, k)
-            if torch.isfinite(norms).all(): check_norm(self, norms[k].item(), size), check_gradient(self, lone()) # Once more: for memory's sake it is not kept
+            norms = self.add_one(loss_fn, mapped(apart, inputs), targets, k)
+            if not self.weighs_losses or torch.isfinite(norms).all(): check_norm(self, norms[k].item(), size)
+            if torch.isfinite(norms if self.weighs_losses else norms[k]).all(): check_gradient(self, lone()) # Once more: for memory's sake it is not kept
         finally:
             if kept is not None: self.flat.copy_(kept)
 
@@ -291,6 +295,8 @@ def default_format_(
 
 def check_samplers(model:nn.Module):
     "Refuse trainable layers with a setting that Opacus's samplers do not see."
+    for name, layer in tapped_layers(model).items():
+        if not any(p.requires_grad for p in layer.parameters(recurse=False)): raise ValueError(f"engine must be 'book' for a module whose trainable parameters are all in a container or a parametrization, got one at {name!r}")
     for name, layer in model.named_modules():
         found = [f"{word}={getattr(layer, word)!r}" for word, seen in dict(padding_mode="zeros", padding_idx=None).items() if getattr(layer, word, seen)!=seen]
         if isinstance(layer, nn.LayerNorm) and layer.bias is None: found.append("bias=False")
@@ -422,16 +428,17 @@ def only_in_layers(
     "Let a gradient reach a parameter through its own layer alone: what is done with it besides has no part in the sum."
     def ask(which, wanted, *_):
         for p in which: p.requires_grad_(wanted)
-    own = {layer: [p for p in layer.parameters() if p in slots] for layer in tapped_layers(model._module).values()}
+    trained = {p for p in slots if p.requires_grad} # A criterion may look at what has been frozen since
+    own = {layer: [p for p in layer.parameters() if p in trained] for layer in model.hooked}
     hooked = [type(layer).__name__ for layer in own if model.hooks_enabled and len(layer._forward_hooks)>model.hooked[layer]]
     if hooked: raise ValueError(f"trainable layers must do what their class does, got a forward hook on a {hooked[0]}; make it a module around the layer")
     handles = [layer.register_forward_pre_hook(partial(ask, of, True)) for layer, of in own.items()]
     handles += [layer.register_forward_hook(partial(ask, of, False)) for layer, of in own.items()] # After Opacus's
-    ask(slots, False)
+    ask(trained, False)
     try: yield
     finally:
         for handle in handles: handle.remove()
-        ask(slots, True)
+        ask(trained, True)
 
 # %% ../../nbs/algorithms/engines.ipynb #e21e5aaa
 class PerSample:
@@ -452,7 +459,7 @@ class GhostEngine(Engine):
         seen_by_opacus_(model)
         self.model, self.kernels = RuledGhost(model, loss_reduction="sum", strict=False), {}
         self.model.GRAD_SAMPLERS = samplers_for(model)
-        self.model.hooked = {layer: len(layer._forward_hooks) for layer in model.modules()} # By Opacus and here
+        self.model.hooked = {layer: len(layer._forward_hooks) for layer in tapped_layers(model).values()} # By Opacus and here
         self.optimizer = DPOptimizerFastGradientClipping(optimizer, noise_multiplier=0., max_grad_norm=1., expected_batch_size=1,
             loss_reduction="sum")
 

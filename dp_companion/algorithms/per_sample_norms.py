@@ -10,8 +10,8 @@ __all__ = ['LAUNCH_ELEMENTS', 'CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'P
            'samples_at_once', 'conv_bias', 'weight_gradient', 'add_convolution', 'add_patches', 'weight_matrices',
            'conv_matrices', 'grouped_matrices', 'conv_grouped', 'seen', 'pixel_grams', 'patch_grams',
            'conv_gram_squares', 'conv_gram', 'conv_gram_product', 'affine_parts', 'grouped_norm', 'group_norm',
-           'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'unhooked', 'vmapped_rows',
-           'opacus_rows', 'kernels_of', 'candidates']
+           'instance_norm', 'layer_norm', 'add_tokens', 'embedding', 'in_memory_order', 'is_ours', 'bare',
+           'vmapped_rows', 'opacus_rows', 'kernels_of', 'candidates']
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 import math
@@ -184,7 +184,7 @@ def padding_of(layer)->list: # Before and after, the last dimension first
     "What a convolution's forward pass pads now, whatever it was built with."
     if layer.padding_mode!="zeros": return layer._reversed_padding_repeated_twice
     if layer.padding=="valid": return [0]*4
-    if layer.padding!="same": return [p for p in reversed(layer.padding) for _ in range(2)]
+    if layer.padding!="same": return [p for p in reversed(torch.broadcast_to(torch.tensor(layer.padding), (2,)).tolist()) for _ in range(2)]
     return [x for k, d in zip(reversed(layer.kernel_size), reversed(layer.dilation)) for t in [d*(k-1)] for x in (t//2, t - t//2)]
 
 def padded(layer, a)->Tensor:
@@ -259,7 +259,7 @@ def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the ordinary weight gradient of the weighted output gradients."
     weighted = b*scales.view(-1, 1, 1, 1)
     plain = layer.padding_mode=="zeros" and not isinstance(layer.padding, str)
-    x, padding = (a, layer.padding) if plain else (padded(layer, a), (0, 0))
+    x, padding = (a, tuple(padding_of(layer)[2::-2])) if plain else (padded(layer, a), (0, 0))
     slot.shaped.add_(weight_gradient(layer, x, weighted, slot.shaped, layer.groups, padding))
 
 def add_patches(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
@@ -381,25 +381,30 @@ def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
     "Per-sample gradients (batch, *shape) as rows in the order of the slot's memory."
     return (gradients.permute(0, 1, 3, 4, 2) if slot.channels_last else gradients).reshape(len(gradients), -1)
 
+def is_ours(hook)->bool: return getattr(getattr(hook, "func", hook), "__module__", "").startswith(("opacus.", "dp_companion.")) # Whether an engine has put it there
+
 @contextmanager
-def unhooked(layer:nn.Module):
-    "Without its hooks and those of what is inside: what a layer is given, and gives, has been through them."
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    kept = [(module, name, getattr(module, name)) for module in layer.modules() for name in names]
-    for module, name, _ in kept: setattr(module, name, OrderedDict())
+def bare(layer:nn.Module):
+    "Without its hooks, through which what it is given and gives has been, without an engine's inside it, and cut from the graph."
+    kept = [(module, dict(vars(module))) for module in layer.modules()]
+    for module, state in kept:
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            vars(module)[name] = OrderedDict((k, hook) for k, hook in state[name].items() if module is not layer and not is_ours(hook))
+        vars(module).update({name: x.detach() for name, x in state.items() if isinstance(x, Tensor) and not x.is_leaf})
     try: yield
     finally:
-        for module, name, hooks in kept: setattr(module, name, hooks)
+        for module, state in kept: vars(module).update(state)
 
 def vmapped_rows(layer, activations:list, backprops:Tensor)->dict: # Parameter -> (batch, *shape)
     "Opacus's sampler for any module, of the layer as it is now: Opacus keeps a copy of the first."
     vars(layer).pop("ft_compute_sample_grad", None)
-    with unhooked(layer): return ft_compute_per_sample_gradient(layer, activations, backprops)
+    with bare(layer): return ft_compute_per_sample_gradient(layer, activations, backprops)
 
 def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives."
     if getattr(layer, "padding_idx", None) is not None: b = b*(a!=layer.padding_idx).unsqueeze(-1) # Which Opacus does not see
-    is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" # Opacus takes every padding for zeros
+    padding = getattr(layer, "padding", "")
+    is_seen = getattr(layer, "padding_mode", "zeros")=="zeros" and (isinstance(padding, str) or type(padding) is tuple and len(padding)==len(layer.kernel_size)) # Opacus takes every padding for zeros, and for one number a dimension
     sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), vmapped_rows) if is_seen else vmapped_rows
     try: found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last activations in the wrong order
     except RuntimeError as error:

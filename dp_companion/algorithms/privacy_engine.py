@@ -366,8 +366,8 @@ def settings(self:PrivacyEngine)->dict: # Plain values
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
     "Ledger, place in the schedules, rule, kernels and generators."
-    optimizer, (kind, keys, *rest) = self.optimizer, np.random.get_state()
-    return {"settings": self.settings(), "python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
+    optimizer, numpy = self.optimizer, np.random.get_state()
+    return {"settings": self.settings(), "python": random.getstate(), "numpy": [x.tolist() if isinstance(x, np.ndarray) else x for x in numpy] if isinstance(numpy, tuple) else None, "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
         "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels, "torch": torch.get_rng_state(),
         "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place, self.workers_source.get_state()]}
 
@@ -389,7 +389,7 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     optimizer.tape.kernels.update(state["kernels"])
     torch.set_rng_state(state["torch"])
     if "python" in state: random.setstate(state["python"])
-    if "numpy" in state: np.random.set_state(tuple(state["numpy"]))
+    if state.get("numpy"): np.random.set_state(tuple(state["numpy"]))
     if state["sources"]:
         noise, optimizer.place, workers = state["sources"]
         optimizer.private_step.noise.generator.set_state(noise)

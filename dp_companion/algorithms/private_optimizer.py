@@ -180,7 +180,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._noise_schedule, self._bound_schedule, self.target_steps = noise_schedule, bound_schedule, target_steps
         self.original_optimizer, self.tape, self.report = private_step.optimizer, private_step.engine, None
         self.steps_taken, self.pass_began, self.passes_begun, self.rows_left, self.fetched_ahead, self.idle_passes = 0, 0, 0, 0, 0, 0
-        self.handed_out, self.finished, self.is_left = 0, 0, False # Of this pass: batches, steps, and whether nobody holds it any more
+        self.handed_out, self.finished, self.is_left, self.is_failed = 0, 0, False, False # Of this pass: batches, steps, whether nobody holds it any more, and whether a step was not done
+        self.passes_used, self.rule_before = 0, None # With steps, or after the last; the rule of a step that is not done
         guard(self.original_optimizer, private_step)
         self.guard = self.original_optimizer.guard
         self.original_optimizer.privacy_ledger = ledger # Whoever else is given it can see what it has spent
@@ -235,6 +236,7 @@ def check_target(self:PrivateOptimizer):
 def drop(self:PrivateOptimizer):
     "Forget passes that no step has used."
     self.private_step.is_begun = False
+    if self.rule_before is not None: self.private_step.clip_rule, self.rule_before = self.rule_before, None # Its batch comes again: counts of it must not be out
     self.tape.clear()
     self.zero_grad()
 
@@ -243,14 +245,15 @@ def restart(self:PrivateOptimizer):
     "Drop what a pass has left; whoever goes on with it is refused."
     self.drop()
     self.pass_began, self.passes_begun = self.steps_taken, self.passes_begun + 1
-    self.handed_out, self.finished, self.is_left = 0, 0, False
+    self.handed_out, self.finished, self.is_left, self.is_failed = 0, 0, False, False
     self.drawn.clear()
     self.skips.clear()
 
 @patch
 def begin_pass(self:PrivateOptimizer):
     "Drop what an interrupted pass left, and begin another."
-    if self.passes_begun>=self.plan.epochs: self.check_target() # Large batches may be all taken in the first of them
+    self.passes_used += self.finished>0 or self.passes_begun>0==self.steps_left
+    if self.passes_used>=self.plan.epochs: self.check_target() # Large batches may be all taken in the first of them
     self.idle_passes = 0 if self.finished else self.idle_passes + 1
     if self.idle_passes>1000:
         self.idle_passes = 0
@@ -283,6 +286,7 @@ def begin(self:PrivateOptimizer):
     sigma = self.noise_multiplier
     if self.bound_schedule is not None:
         self.private_step.clip_rule = replace(self.clip_rule, **{bound_name(self.clip_rule): self.at(self.bound_schedule)})
+    self.rule_before = self.clip_rule
     self.ledger.add(self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)))
     self.rows_left = self.drawn[0][0]
     self.steps_taken += 1
@@ -310,6 +314,7 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
     batch_size = self.tape.check()
     if self.clip_rule.needs_groups and groups is None: raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
     self.check_used(len(self.skips), self.fetched_ahead)
+    if self.is_failed: raise ValueError("every batch of the returned data loader must have its optimizer.step, an empty one too, got a step after one that failed; begin another pass, in which its batch comes again")
     if self.skips and self.is_left: raise ValueError("a pass over a BatchMemoryManager's loader must be held until its steps are done, got a step after its iterator was dropped, as by next(iter(loader)); look at records through a loader of your own")
     if not self.private_step.is_begun: self.begin()
     try:
@@ -319,9 +324,10 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
         self.tape.clear()
         if not (self.skips.popleft() if self.skips else False):
             self.check_all_rows()
-            self.finished, (_, self.place) = self.finished+1, self.drawn.popleft() # From here on its noise may be out
+            self.finished, (_, self.place), self.rule_before = self.finished+1, self.drawn.popleft(), None # From here on its noise may be out
             self.report = self.private_step.finish()
     except BaseException:
+        self.is_failed = True
         self.drop()
         raise
     return closure

@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import Anchor, check_precision, owned, refuse_past, tensors_of
-from .engines import Arguments, Looks, NotFinite, call, check_norm, gradients, is_alone, check_calls, forget_calls, looking, mapped, norm_of, only_in_layers, per_sample_losses
+from .engines import Arguments, Looks, NotFinite, call, check_norm, gradients, is_alone, check_calls, forget_calls, kept_randomness, looking, mapped, norm_of, only_in_layers, per_sample_losses
 from .private_step import check_trainable, unchanged_state
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -92,7 +92,7 @@ def look(self:Tape, args, kwargs):
     def random_sums(outputs, targets): # (batch,)
         rows = [x for x in tensors_of(outputs) if x.is_floating_point() and x.dim() and len(x)==len(targets)]
         if not rows and not any(self.passes): warnings.warn("no output of the module has the batch in front, so that nobody looks whether samples meet in it; give outputs of shape (batch, ...)", stacklevel=2)
-        return sum(((x*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x for x in rows), start=targets)
+        return sum(((x.nan_to_num(0, 0, 0)*torch.randn_like(x)).flatten(1).sum(1) if x.dim()>1 else x.nan_to_num(0, 0, 0) for x in rows), start=targets) # What is masked by -inf says nothing
     self.engine.is_held = self.is_held
     self.engine.look(random_sums, Arguments(args, kwargs), self.flat.new_zeros(self.batch_size), self.sample(self.batch_size))
 
@@ -221,7 +221,7 @@ def check_losses(self:GhostTape, losses:Tensor, losses_of, outputs, targets):
     if not self.is_looking: return
     model, k = self.engine.model, self.sample(len(losses))
     is_alone(self.engine, losses_of, outputs, targets, k)
-    past = losses_of(outputs, targets)
+    with kept_randomness(losses.device): past = losses_of(outputs, targets)
     if past.requires_grad: refuse_past(torch.autograd.grad(past.sum(), list(self.slots), allow_unused=True))
     model.disable_hooks()
     found = gradients(self.engine, losses[k])
