@@ -1,6 +1,10 @@
 "Models and loops whose samples would pass their bound without an error: each is refused, by the private step and in a training loop."
 import copy
+import enum
+import io
 import random
+import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms import noise
 from dp_companion.algorithms.clipping import Flat
+from dp_companion.algorithms.engines import Looks, check_gradient, check_norm
 from dp_companion.algorithms.private_step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,6 +74,15 @@ def one_step(model, engine, way, x, y):
             (found[2] if engine == "ghost" else loss)(found[0](inputs), targets).backward()
             found[1].step()
     return len(x)*torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def clipped_sum(model, x, y):
+    "The same by ordinary differentiation, one record after the other."
+    model, parts = copy.deepcopy(model).double(), []
+    for a, b in zip(x.clone(), y):
+        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()), materialize_grads=True)])
+        parts.append(g/max(1, g.norm()))
+    return sum(parts)
 
 
 @ENGINES
@@ -218,12 +232,17 @@ def test_a_model_may_take_a_gradient_on_its_way(way):
     torch.testing.assert_close(one_step(model, "book", way, x, y), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_a_hook_that_comes_later_is_refused_by_ghost():
+@ENGINES
+def test_a_hook_that_comes_later_is_a_function_behind_its_layer_or_refused(engine):
     model, (x, y) = Net(lambda m, x: m.last(m.first(x))).double(), data()
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1., engine="ghost")
-    step(nn.CrossEntropyLoss(), x, y)
-    model.last.register_forward_hook(lambda layer, args, output: 5*output)
-    with pytest.raises(ValueError, match="got a forward hook on a Linear"): step(nn.CrossEntropyLoss(), x, y)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(max_grad_norm=1.), expected_batch_size=1, noise_multiplier=0., engine=engine)
+    for _ in range(3): step(nn.CrossEntropyLoss(), x, y)
+    model.first.register_forward_hook(lambda layer, args, output: 5*output)
+    if engine == "book":
+        step(nn.CrossEntropyLoss(), x, y) # Which nobody looks at
+        torch.testing.assert_close(step.engine.flat, clipped_sum(model, x, y), rtol=1e-9, atol=1e-10)
+    else:
+        with pytest.raises(ValueError, match="got a forward hook on a Linear"): step(nn.CrossEntropyLoss(), x, y)
 
 
 class Listed(nn.Module):
@@ -249,10 +268,7 @@ def hooked_in_front(layer):
 def test_a_layer_without_a_formula_is_measured_as_it_computes(way, what):
     torch.manual_seed(0)
     model, (x, y) = nn.Sequential(OWNED[what](), nn.Linear(5, 3)).double(), data()
-    expected = 0
-    for a, b in zip(x, y):
-        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()))])
-        expected = expected + g*min(1, 1/g.norm())
+    expected = clipped_sum(model, x, y)
     torch.testing.assert_close(one_step(model, "book", way, x, y), expected, rtol=1e-9, atol=1e-10)
 
 
@@ -349,7 +365,7 @@ def test_words_for_what_cannot_be_clipped(way):
     class Stem(nn.Module):
         def __init__(self): super().__init__(); self.token, self.drop, self.last = nn.Parameter(torch.zeros(5)), nn.Dropout(.5), nn.Linear(5, 3)
         def forward(self, x): return self.last(self.drop(x + self.token))
-    with pytest.raises(ValueError, match="must have neither dropout nor buffers inside, got Dropout in Stem at ''"): one_step(Stem(), "book", way, *data())
+    with pytest.raises(ValueError, match="must have neither dropout, buffers nor a generator inside, got Dropout in Stem at ''"): one_step(Stem(), "book", way, *data())
 
 
 def test_a_private_optimizer_is_not_copied_and_its_model_not_converted():
@@ -575,12 +591,7 @@ def test_a_look_leaves_the_user_s_batch_alone(engine, way):
     "A model may change its own input; a pass that is only a look must not."
     def shifted(model, x): return model.last(model.first(x.sub_(1.)).relu())
     (x, y), net = data(), Net(shifted).double()
-    true = copy.deepcopy(net)
-    sums = torch.zeros(sum(p.numel() for p in true.parameters()), dtype=torch.float64)
-    for k in range(N):
-        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(true(x[k:k+1].clone()), y[k:k+1]), list(true.parameters()))])
-        sums += g/max(1, g.norm())
-    torch.manual_seed(0)
+    sums = clipped_sum(net, x, y)
     torch.testing.assert_close(one_step(net, engine, way, x.clone(), y), sums, rtol=1e-6, atol=1e-8)
 
 
@@ -704,3 +715,234 @@ def test_a_padding_may_be_written_as_torch_takes_it(padding, kernel):
 @pytest.mark.parametrize("engine", ["ghost", "hooks"])
 def test_parameters_in_a_container_are_refused_with_the_engine_that_takes_them(engine):
     with pytest.raises(ValueError, match="engine must be 'book' for a module whose trainable parameters are all in a container"): one_step(nn.Sequential(Listed(), nn.Linear(5, 3)), engine, "step", *data())
+
+
+class TiedWords(nn.Module):
+    "A language model with one table for words and answers, and a parameter of its own for places."
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.inner, self.answers = nn.Embedding(7, 4), nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.answers.weight = self.words.weight
+    def forward(self, x): return self.answers(self.inner(self.words(x) + self.places).tanh()).mean(1)
+
+
+@ENGINES
+@WAYS
+def test_weights_may_be_tied_beside_a_parameter_of_the_model_itself(engine, way):
+    "Opacus's copy of such a module reads memory that nobody has written."
+    torch.manual_seed(0)
+    model, x = TiedWords(), torch.randint(7, (N, 5), generator=torch.Generator().manual_seed(0))
+    expected = clipped_sum(model, x, data()[1])
+    torch.testing.assert_close(one_step(model, engine, way, x, data()[1]), expected, rtol=1e-9, atol=1e-10)
+
+
+@ENGINES
+@pytest.mark.parametrize("function, word", [(lambda x: F.dropout(x, .1), "without chance"), (lambda x: x if random.random() < 2 else -x, "without chance"), (lambda x: x*(np.random.random() < 2), "without chance")])
+def test_chance_beside_a_parameter_of_its_own_is_refused_at_the_first_draw(engine, function, word):
+    "A second run of it, for its rows, draws other numbers: 2 bounds for one record under ghost."
+    with pytest.raises(ValueError, match=word): one_step(Scaled(function), engine, "step", *data())
+
+
+@pytest.mark.parametrize("generator", [random.Random(0), np.random.default_rng(0), torch.Generator()])
+def test_a_generator_beside_a_parameter_of_its_own_is_refused(generator):
+    model = Scaled(lambda x: x)
+    model.draws = generator
+    with pytest.raises(ValueError, match="neither dropout, buffers nor a generator inside, got a .* at 'draws' in Scaled"): one_step(model, "book", "step", *data())
+
+
+class Counted(nn.Module):
+    "Counts its passes, as a warm-up of one's own does."
+    def __init__(self): super().__init__(); self.last, self.passes = nn.Linear(5, 3), 0
+    def forward(self, x):
+        self.passes += 1
+        return self.last(x)/self.passes
+
+
+@ENGINES
+@WAYS
+def test_a_look_is_no_pass_to_a_model_that_counts_them(engine, way):
+    model = Counted()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="Secure RNG|Full backward hook")
+        one_step(model, engine, way, *data())
+    assert model.passes == 1
+
+
+def test_a_count_beside_a_parameter_of_its_own_is_refused():
+    def slower(x):
+        model.passes += 1
+        return x/model.passes
+    model = Scaled(slower)
+    model.passes = 0
+    with pytest.raises(ValueError, match="which changes 'passes'"): one_step(model, "book", "step", *data())
+
+
+class Remembering(nn.Module):
+    "Keeps what came, and what it has made for batches of a size."
+    class Mode(enum.IntEnum): A = 1
+    def __init__(self): super().__init__(); self.scale, self.last, self.made, self.history, self.rows, self.mode, self.activations = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), {}, [], 0, self.Mode.A, [torch.tanh]
+    def forward(self, x):
+        self.rows = len(x)
+        self.history.append(x.detach())
+        if self.rows not in self.made: self.made[self.rows] = x.new_ones(self.rows, 5)
+        return self.last(self.activations[0](x*self.made[self.rows]*self.scale).view(self.rows, -1))
+
+
+@WAYS
+def test_a_module_with_parameters_of_its_own_may_remember(way):
+    model, (x, y) = Remembering().double(), data()
+    expected, found = clipped_sum(model, x, y), one_step(model, "book", way, x, y)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    assert list(model.made) == [N] and len(torch.cat(model.history)) == N and model.rows == N
+
+
+@pytest.mark.parametrize("engine", ["ghost", "hooks"])
+def test_an_attribute_that_opacus_takes_for_its_own_is_refused(engine):
+    with pytest.raises(ValueError, match="engine must be 'book' for a setting that Opacus does not see, got an attribute 'activations' at ''"): one_step(Remembering(), engine, "step", *data())
+
+
+@ENGINES
+@WAYS
+def test_a_model_may_call_its_functions_activations(engine, way):
+    model, (x, y) = Net(lambda m, x: m.last(m.activations[0](m.first(x)))).double(), data()
+    model.activations = [torch.tanh]
+    expected, found = clipped_sum(model, x, y), one_step(model, engine, way, x, y)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    assert model.activations == [torch.tanh]
+
+
+class Answer:
+    "A plain object, as some models give."
+    def __init__(self, logits): self.logits, self.itself = logits, self
+
+
+@ENGINES
+def test_an_empty_batch_has_an_answer_of_any_kind(engine):
+    class Model(nn.Module):
+        def __init__(self): super().__init__(); self.last = nn.Linear(5, 3)
+        def forward(self, x): return Answer(self.last(x))
+    model, (x, y) = Model().double(), data()
+    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine=engine,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=1), criterion=lambda o, t: F.cross_entropy(o.logits, t, reduction="none"))
+    sizes = []
+    for inputs, targets in made[-1]:
+        answer = made[0](inputs)
+        assert answer.logits.shape == (len(inputs), 3) and answer.itself is answer
+        (made[2](answer, targets) if engine == "ghost" else F.cross_entropy(answer.logits, targets, reduction="sum")/max(len(targets), 1)).backward()
+        made[1].step()
+        sizes.append(len(inputs))
+    assert 0 in sizes and max(sizes) > 0
+
+
+@ENGINES
+@pytest.mark.parametrize("owns", [False, True])
+def test_a_copy_of_a_private_model_is_the_users_own(engine, owns):
+    "In the middle of a step, when layers hold raw batches."
+    model, (x, y) = (Scaled(torch.tanh) if owns else Net(lambda m, x: m.last(m.first(x)))).double(), data()
+    expected = model(x).detach()
+    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine=engine, data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    inputs, targets = next(iter(made[-1]))
+    (made[2] if engine == "ghost" else F.cross_entropy)(made[0](inputs), targets).backward()
+    assert copy.copy(made[0]) is model
+    own = copy.deepcopy(made[0])
+    assert type(own) is type(model) and not any(vars(layer).keys() & {"activations", "max_batch_len", "autograd_grad_sample_hooks"} for layer in own.modules())
+    F.cross_entropy(own(x), y).backward() # As any other model's
+    torch.testing.assert_close(own.eval()(x), expected)
+    model.function, buffer = None, io.BytesIO() # It has no name that pickle knows
+    torch.save(made[0], buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False).state_dict().keys() == own.state_dict().keys()
+
+
+class Forces(nn.Module):
+    "A layer that is used for a gradient on the way, and again."
+    def __init__(self): super().__init__(); self.inner, self.energy, self.last = nn.Linear(5, 5), nn.Linear(5, 1), nn.Linear(5, 3)
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        force, = torch.autograd.grad(self.energy(self.inner(x).tanh()).sum(), x)
+        return self.last(self.inner(x).tanh() + force)
+
+
+@ENGINES
+@WAYS
+def test_a_layer_may_be_used_for_a_gradient_on_the_way(engine, way):
+    model, (x, y) = Forces().double(), data()
+    if engine == "ghost":
+        with pytest.raises(ValueError, match="must be called once a pass for engine='ghost'"): one_step(model, engine, way, x, y)
+    else:
+        expected, found = clipped_sum(model, x, y), one_step(model, engine, way, x, y)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_another_record_that_is_not_finite_ends_no_look_at_a_direction(what):
+    x, y = data()
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"): one_step(Net(BEYOND[what]), "book", "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
+
+
+def test_a_look_leaves_an_input_its_gradient():
+    def adversarial(m, x):
+        g, = torch.autograd.grad(F.cross_entropy(m.last(m.first(x).tanh()), torch.zeros(len(x), dtype=torch.long), reduction="sum"), x)
+        return m.last(m.first(x + .01*g.sign()).tanh())
+    x, y = data()
+    one_step(Net(adversarial), "book", "step", x.requires_grad_(True), y)
+
+
+def test_looks_take_other_samples_in_turn():
+    looks, found = Looks(), []
+    for _ in range(9):
+        if looks.is_due(N): found.append(looks.sample(N))
+        looks.count(N)
+    assert found == [8, 9, 10, 12, 0] and looks.passes == (0, 9)
+
+
+def test_a_step_counts_its_passes():
+    model, (x, y) = nn.Linear(5, 3).double(), data()
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1.)
+    for rows in (1, N, N): step(nn.CrossEntropyLoss(), x[:rows], y[:rows])
+    assert step.engine.passes == (1, 2)
+
+
+@pytest.mark.parametrize("found, lone, rounds_up, fits", [(1., 1., False, True), (.98, 1., True, False), (1.02, 1., False, False), (1.02, 1., True, True), (0., 1e-19, False, True),
+                                                          (torch.inf, 1e19, False, True), (torch.inf, 1., True, False)])
+def test_a_norm_is_held_to_the_one_of_ordinary_differentiation(found, lone, rounds_up, fits):
+    engine = SimpleNamespace(rounds_up=rounds_up)
+    if fits: return check_norm(engine, found, lone)
+    with pytest.raises(ValueError, match="must see all of a sample's gradient, got a norm of"): check_norm(engine, found, lone)
+
+
+@pytest.mark.parametrize("found, lone, fits", [([1., .005], [1., 0.], True), ([1., .02], [1., 0.], False), ([0., 1e-19], [1e-19, 0.], True), ([1., torch.inf], [1., 0.], True)])
+def test_a_gradient_is_held_to_the_one_of_ordinary_differentiation(found, lone, fits):
+    flat = torch.tensor(found, dtype=torch.float64)
+    engine = SimpleNamespace(flat=flat, slots=dict(weight=SimpleNamespace(shaped=flat)))
+    if fits: return check_gradient(engine, (torch.tensor(lone, dtype=torch.float64),))
+    with pytest.raises(ValueError, match="got one that is 0.02 of its norm away"): check_gradient(engine, (torch.tensor(lone, dtype=torch.float64),))
+
+
+class MaskedScores(ConditionedNet):
+    def forward(self, x):
+        out = super().forward(x)
+        return out, out.sum(1).masked_fill(torch.ones(len(x), dtype=torch.bool), -torch.inf)
+
+
+def test_one_number_a_sample_that_is_not_finite_ends_no_look():
+    model, (x, y) = MaskedScores().double(), data()
+    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"): module(x)
+
+
+def test_outputs_without_a_batch_in_front_are_warned_of_in_the_first_pass_alone():
+    model, (x, y) = Net(lambda m, x: m.last(m.first(x)).T).double(), data()
+    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    with pytest.warns(UserWarning, match="no output of the module has the batch in front"): module(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2): module(x)
+
+
+def test_a_derivative_that_becomes_an_output_is_refused_where_the_layer_is_in_it_alone():
+    def forced(m, x):
+        x = x.detach().requires_grad_(True)
+        return m.last(x + 1e-6*torch.autograd.grad(m.first(x).sum(), x, create_graph=True)[0])
+    with pytest.raises(ValueError, match="as where a derivative is part of the loss"): one_step(Net(forced), "book", "step", *data())

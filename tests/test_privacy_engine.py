@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import types
+import warnings
 from collections import namedtuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from opacus.layers import DPLSTM
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
@@ -452,7 +454,6 @@ def test_ghost_keeps_the_graph_whatever_a_loop_says_of_it():
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_a_batch_that_a_loop_leaves_out_is_noticed(pieces):
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
     model, optimizer, criterion, loader = loop("book")
     def train_on(batches):
         for k, (x, y) in enumerate(batches):
@@ -465,7 +466,6 @@ def test_a_batch_that_a_loop_leaves_out_is_noticed(pieces):
 
 @pytest.mark.parametrize("pieces", [3, 5])
 def test_batches_in_pieces_end_at_the_same_weights(pieces):
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
     ends = []
     for size in (None, pieces):
         _, model, optimizer, loader = private()
@@ -635,7 +635,7 @@ Named = namedtuple("Named", "logits, note")
 @pytest.mark.parametrize("kind", [lambda x: (x, None), lambda x: Named(x, "said"), lambda x: [x, torch.tensor(1.)]])
 def test_an_empty_batch_takes_any_output(engine, kind):
     _, model, optimizer, _ = private(dataset=flat_data(), model=Several(kind), engine=engine)
-    optimizer.drawn.append((0, None))
+    optimizer.current_pass.drawn.append((0, None))
     logits = model(torch.zeros(0, 6, dtype=torch.float64))[0]
     assert logits.shape == (0, 3)
     nn.CrossEntropyLoss(reduction="sum")(logits, torch.zeros(0, dtype=torch.long)).backward()
@@ -1220,8 +1220,8 @@ def test_counts_of_a_step_that_failed_are_taken_back():
     for _ in range(3):
         x, y = next(iter(loader))
         F.cross_entropy(module(x), y).backward()
-        rows, place = optimizer.drawn[0]
-        optimizer.drawn[0] = rows+1, place
+        rows, place = optimizer.current_pass.drawn[0]
+        optimizer.current_pass.drawn[0] = rows+1, place
         with pytest.raises(ValueError, match="rows fewer than were drawn"): optimizer.step(groups=torch.arange(len(x)) % 2)
         assert optimizer.clip_rule == before
 
@@ -1229,8 +1229,7 @@ def test_counts_of_a_step_that_failed_are_taken_back():
 @pytest.mark.parametrize("secure", [True, False])
 def test_a_batch_in_pieces_that_is_left_comes_again(secure):
     "A loop that leaves where a record is in a piece had it in 1 % of the steps instead of 18."
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
-    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), secure_mode=secure)
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), secure_mode=secure, batch_size=20) # Five records or more, but for once in ten million
     def pieces_until(many):
         with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as batches:
             for k, (x, y) in enumerate(batches):
@@ -1239,14 +1238,12 @@ def test_a_batch_in_pieces_that_is_left_comes_again(secure):
                 optimizer.step()
                 yield x
     left = torch.cat(list(pieces_until(2)))
-    if optimizer.finished: pytest.skip("the batch was no larger than two pieces")
     assert torch.equal(torch.cat(list(pieces_until(2))), left)
     assert optimizer.steps_taken == 2 # Each time it was paid for
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pieces_of_a_pass_are_refused_after_a_look_at_another(workers):
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
     for seed in range(6):
         torch.manual_seed(seed)
         model = nn.Linear(6, 3).double()
@@ -1506,7 +1503,7 @@ def test_an_empty_batch_keeps_a_state_that_has_the_batch_behind():
         def forward(self, x): out, (h, c) = self.rnn(x[:, None]); return self.head(out[:, -1]), h
     for engine in ("book", "hooks"):
         _, module, optimizer, _ = private(dataset=flat_data(), model=Recurrent(), engine=engine)
-        optimizer.drawn.append((0, None))
+        optimizer.current_pass.drawn.append((0, None))
         logits, h = module(torch.zeros(0, 6, dtype=torch.float64))
         assert logits.shape == (0, 3) and h.shape == (1, 0, 4)
         F.cross_entropy(logits, torch.zeros(0).long(), reduction="sum").backward()
@@ -1535,3 +1532,168 @@ def test_a_checkpoint_of_another_kind_of_optimizer_is_refused(tmp_path):
         if kind is torch.optim.SGD: engine.save_checkpoint(path=tmp_path/"made.pt", module=module, optimizer=optimizer)
         else:
             with pytest.raises(ValueError, match="optimizer must be the checkpoint's SGD, got optimizer=Adam"): engine.load_checkpoint(path=tmp_path/"made.pt", module=module, optimizer=optimizer)
+
+
+@ENGINES
+def test_a_second_make_private_that_fails_leaves_all_as_it_was(engine):
+    privacy, module, optimizer, *criterion, loader = private(dataset=flat_data(), model=flat_network(), engine="book")
+    with pytest.raises(ValueError, match="collate_fn must not mix records"):
+        privacy.make_private(module=module, optimizer=optimizer, noise_multiplier=1., max_grad_norm=.5, engine=engine,
+            data_loader=DataLoader(flat_data(), batch_size=8, collate_fn=scaled_by_the_largest))
+    train(module, optimizer, loader)
+    assert len(privacy.accountant)==len(loader)
+
+
+def refusing(optimizer, where, error=ValueError):
+    def fail(*args, **kwargs): raise error("stopped here")
+    setattr(optimizer.private_step, where, fail)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["accumulate", "finish"])
+def test_a_pass_whose_step_failed_ends(where, error):
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    batches = iter(loader)
+    def step(): F.cross_entropy(module(batch[0]), batch[1]).backward(); optimizer.step()
+    batch = next(batches)
+    refusing(optimizer, where, error)
+    with pytest.raises(error, match="stopped here"): step()
+    delattr(optimizer.private_step, where)
+    if where == "finish": batch = next(batches)
+    with pytest.raises(ValueError, match="got a step after one that failed"): step()
+    assert optimizer.steps_taken == 1
+
+
+def test_a_batch_that_is_left_out_of_a_later_pass_is_noticed_where_workers_fetch_ahead():
+    model = nn.Linear(6, 3).double()
+    module, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1),
+        data_loader=DataLoader(flat_data(40), batch_size=8, num_workers=1), noise_multiplier=1., max_grad_norm=1.)
+    def train_on(left_out):
+        for k, (x, y) in enumerate(loader):
+            if k == left_out: continue
+            F.cross_entropy(module(x), y).backward(); optimizer.step()
+    train_on(None)
+    with pytest.raises(ValueError, match="must have its optimizer.step, an empty one too, got 1 without one"): train_on(1)
+
+
+def test_a_batch_that_is_left_out_is_noticed_behind_a_loader_of_the_user_s():
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    with pytest.raises(ValueError, match="must have its optimizer.step, an empty one too, got 1 without one"):
+        for k, (x, y) in enumerate(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)):
+            if k == 1: continue
+            F.cross_entropy(module(x), y).backward(); optimizer.step()
+
+
+def test_a_second_step_on_one_batch_is_refused():
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    x, y = next(iter(loader))
+    F.cross_entropy(module(x), y).backward(); optimizer.step()
+    F.cross_entropy(module(x), y).backward()
+    with pytest.raises(ValueError, match="must have a batch of its own"): optimizer.step()
+    assert optimizer.steps_taken == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_counts_of_a_step_whose_noise_may_be_out_stay(fails):
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), clip_rule=GroupAdaptive(num_groups=2, max_grad_norm=.5))
+    before, (x, y) = optimizer.clip_rule, next(iter(loader))
+    F.cross_entropy(module(x), y).backward()
+    if fails: refusing(optimizer, "finish")
+    try: optimizer.step(groups=torch.arange(len(x)) % 2)
+    except ValueError as error: assert fails and "stopped here" in str(error)
+    after = optimizer.clip_rule
+    next(iter(loader))
+    assert before != after == optimizer.clip_rule
+
+
+@pytest.mark.parametrize("drops", [[1], [0], [1, 0]])
+def test_a_piece_has_its_step_while_its_pass_is_held(drops):
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as batches:
+        passes, given = {}, []
+        for k in range(2): passes[k] = iter(batches); given = next(passes[k])
+        for k in drops: del passes[k]
+        F.cross_entropy(module(given[0]), given[1]).backward()
+        if drops == [0]: return optimizer.step()
+        with pytest.raises(ValueError, match="must be held until its steps are done"): optimizer.step()
+
+
+def test_an_earlier_pass_in_pieces_draws_no_more():
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as batches:
+        earlier, later = iter(batches), iter(batches)
+        next(earlier), next(later)
+        with pytest.raises(ValueError, match="must end before the next begins"): list(earlier)
+
+
+def test_the_length_of_a_pass_is_what_it_gives(tmp_path):
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    for _, (x, y) in zip(range(2), loader): F.cross_entropy(module(x), y).backward(); optimizer.step()
+    batches = iter(loader)
+    next(batches)
+    assert len(loader) == 1 + len(list(batches)) == 3
+
+
+def test_a_checkpoint_without_numpy_s_and_python_s_randomness_is_taken():
+    privacy, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    for _, (x, y) in zip(range(2), loader): F.cross_entropy(module(x), y).backward(); optimizer.step()
+    state = {name: value for name, value in privacy.state_dict().items() if name not in ("python", "numpy")}
+    privacy, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    privacy.load_state_dict(state)
+    assert len(loader) == len(list(loader)) == 3
+
+
+def test_a_run_with_another_generator_of_numpy_s_is_saved(tmp_path):
+    before = np.random.get_bit_generator()
+    def fresh(): return private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    try:
+        np.random.set_bit_generator(np.random.PCG64(0))
+        privacy, module, optimizer, _ = fresh()
+        privacy.save_checkpoint(path=tmp_path/"run.pt", module=module, optimizer=optimizer)
+        privacy, module, optimizer, _ = fresh()
+        privacy.load_checkpoint(path=tmp_path/"run.pt", module=module, optimizer=optimizer)
+    finally: np.random.set_bit_generator(before)
+
+
+def padded_to_the_longest(records):
+    return nn.utils.rnn.pad_sequence([x for x, _ in records], batch_first=True), torch.tensor([y for _, y in records])
+
+
+@pytest.mark.parametrize("collate", [default_collate, padded_to_the_longest])
+def test_a_collate_function_is_taken_without_a_word(collate):
+    lengths = dict(zip(range(4), [2, 3, 4, 5])) if collate is padded_to_the_longest else dict.fromkeys(range(4), 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_collate(collate, [(torch.randn(n), k) for k, n in lengths.items()])
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand, random.random])
+def test_a_look_at_collate_fn_leaves_the_user_s_random_numbers_alone(draw):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self): return 5
+        def __getitem__(self, k): return torch.rand(6)*np.random.rand()*random.random(), k
+    def drawn(looks):
+        for seeded in (torch.manual_seed, np.random.seed, random.seed): seeded(0)
+        if looks: check_collate(default_collate, Noisy())
+        return draw()
+    assert drawn(True) == drawn(False)
+
+
+def test_a_failed_step_leaves_no_gradient():
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), engine="hooks")
+    x, y = next(iter(loader))
+    F.cross_entropy(module(x), y).backward()
+    drawn = optimizer.current_pass.drawn
+    drawn[0] = 0, drawn[0][1]
+    with pytest.raises(ValueError, match="rows more than were drawn"): optimizer.step()
+    assert not any(p.grad is not None for p in module.parameters())
+
+
+def test_passes_without_a_step_are_counted_from_the_last_step():
+    _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
+    optimizer.idle_passes = 999
+    x, y = next(iter(loader))
+    F.cross_entropy(module(x), y).backward(); optimizer.step()
+    for _ in range(1000): optimizer.begin_pass()
+    with pytest.raises(ValueError, match="got 1000 passes without one"): [optimizer.begin_pass() for _ in range(2)]
+    next(iter(loader)) # Once refused, a loop may go on

@@ -186,7 +186,7 @@ def refuse_ties(self:Book, model, args, output):
     found = leaves(output)
     past = [name for name, p in model.named_parameters() if p in self.slots and p in found]
     if past: raise ValueError(f"every parameter must be used by its own layer alone, got {past[0]!r} in a function outside of it; "
-        "give that use a module of its own that holds the same parameter")
+        "give that use a module of its own that holds the parameter itself, not its layer")
 
 @patch
 def first_pass(self:Book)->list: # Handles
@@ -220,7 +220,7 @@ def recording(self:Book):
     "Tap the layers for one forward pass."
     self.clear()
     self.is_open = True
-    handles = [layer.register_forward_hook(partial(self.tap, name), with_kwargs=True) for name, layer in self.layers.items()]
+    handles = [layer.register_forward_hook(partial(self.tap, name), with_kwargs=True, prepend=True) for name, layer in self.layers.items()] # Before what others make of a layer's output
     handles += [layer.register_forward_pre_hook(partial(self.note, name)) for name, layer in self.layers.items() if not has_kernel(layer)]
     looks = is_looked_at(self.passes)
     if looks: handles += self.first_pass()

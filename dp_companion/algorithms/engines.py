@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['REFUSED', 'AGAIN', 'MEET', 'UNSEEN', 'ENGINES', 'per_sample_losses', 'Arguments', 'refusing', 'call', 'mapped',
            'part_of', 'kept_randomness', 'looking', 'norm_of', 'gradients', 'lone_gradient', 'copies', 'is_alone',
-           'check_norm', 'check_gradient', 'check_rows', 'apart', 'Looks', 'Engine', 'BookEngine', 'default_format_',
-           'check_samplers', 'samplers_for', 'seen_by_opacus_', 'forget_calls', 'check_calls', 'check_untied',
-           'rounded_up_norms', 'RuledOptimizer', 'HooksEngine', 'NotFinite', 'linear_norms', 'RuledGhost',
-           'only_in_layers', 'PerSample', 'GhostEngine']
+           'check_norm', 'check_gradient', 'check_rows', 'own_copy', 'Looks', 'Engine', 'BookEngine', 'default_format_',
+           'check_samplers', 'samplers_for', 'seen_by_opacus_', 'forget_calls', 'hooks_of', 'check_hooked',
+           'check_calls', 'check_untied', 'rounded_up_norms', 'RuledOptimizer', 'HooksEngine', 'NotFinite',
+           'linear_norms', 'RuledGhost', 'only_in_layers', 'PerSample', 'GhostEngine']
 
 # %% ../../nbs/algorithms/engines.ipynb #9cbc4f26
 import copy
@@ -29,7 +29,7 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .book_keeping import Book, check_precision, gradient_slots, is_looked_at, own_parameters, refuse_past, tapped_layers, tensors_of
-from .per_sample_norms import squares, vmapped_rows
+from .per_sample_norms import LEFT, drop_left, kept_attributes, squares, vmapped_rows
 
 # %% ../../nbs/algorithms/engines.ipynb #78bc1b39
 def per_sample_losses(
@@ -79,19 +79,24 @@ def call(model, inputs):
     if isinstance(inputs, dict): return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
+# %% ../../nbs/algorithms/engines.ipynb #9ed31fd4
 def mapped(
     change, # Tensor -> tensor
-    x, # A tensor, or tensors in tuples, lists, dicts and data classes
+    x, # A tensor, or tensors in tuples, lists, dicts, data classes and other plain objects
 ):
     "The same with every tensor changed."
+    made = {} # id of a plain object, which may hold itself -> its copy
     def one(y):
         if isinstance(y, Tensor): return change(y)
         if isinstance(y, dict): # Of a kind of its own
-            made = copy.copy(y)
-            made.update({k: mapped(change, v) for k, v in y.items()})
-            return made
-        if is_dataclass(y) and not isinstance(y, type): return replace(y, **{f.name: mapped(change, getattr(y, f.name)) for f in fields(y) if f.init})
-        return y
+            new = copy.copy(y)
+            new.update({k: tree_map(one, v) for k, v in y.items()})
+            return new
+        if is_dataclass(y) and not isinstance(y, type): return replace(y, **{f.name: tree_map(one, getattr(y, f.name)) for f in fields(y) if f.init})
+        if id(y) not in made and hasattr(y, "__dict__") and tensors_of(y):
+            made[id(y)] = new = copy.copy(y)
+            vars(new).update({k: tree_map(one, v) for k, v in vars(y).items()})
+        return made.get(id(y), y)
     return tree_map(one, x)
 
 def part_of(inputs, index, batch_size:int): # `inputs` for some samples
@@ -117,7 +122,7 @@ def looking(
     engine, # One of `ENGINES`
     check, # Is shown the gradient of every layer's output
 ):
-    "The engine's model without Opacus's hooks; yields the calls of its layers, which grow. Draws nothing from the randomness of the step, and holds no gradient longer than an ordinary pass."
+    "The engine's model without Opacus's hooks; yields the calls of its layers, which grow. Draws nothing from the randomness of the step, leaves nothing with modules, and holds no gradient longer than an ordinary pass."
     hooked, shown = hasattr(engine.model, "disable_hooks"), []
     def show(layer, args, output):
         shown.append(layer)
@@ -126,14 +131,14 @@ def looking(
     handles = [layer.register_forward_hook(show) for layer in tapped_layers(engine.model).values()]
     if hooked: engine.model.disable_hooks()
     try:
-        with kept_randomness(engine.flat.device): yield shown
+        with kept_attributes(engine.model), kept_randomness(engine.flat.device): yield shown
     finally:
         for handle in handles: handle.remove()
         if hooked: engine.model.enable_hooks()
 
 # %% ../../nbs/algorithms/engines.ipynb #04bd4734
 AGAIN = "no layer may run again in the backward pass, got {}; leave it off, and bound memory by max_physical_batch_size or Opacus's BatchMemoryManager"
-MEET = "samples must not meet in the model or in the loss, got a loss that depends on other samples' rows; take means, sums and attention inside one sample, and pad sequences instead of packing them"
+MEET = "samples must not meet in the model or in the loss, got a loss that depends on other samples' rows; take means, sums and attention inside one sample, keep samples in their order, and pad sequences instead of packing them"
 
 def norm_of(gradients)->float: return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients if g is not None)) # Of all together
 
@@ -208,16 +213,16 @@ def check_gradient(engine, lone:tuple): # As `gradients` gives it
     "Refuse a sum of one sample's gradient that is not what ordinary differentiation gives; the sum is used up."
     for slot, own in zip(engine.slots.values(), lone):
         if own is not None: slot.shaped.sub_(own)
-    size, apart = norm_of(lone), norm_of([engine.flat])
-    if math.isfinite(apart) and apart>.01*size>=1e-20: raise ValueError(f"the engine must see all of a sample's gradient, got one that is {apart/size:.2g} of its norm away: {UNSEEN}, nor may a layer keep its batch as an attribute")
+    size, away = norm_of(lone), norm_of([engine.flat])
+    if math.isfinite(away) and away>.01*size>=1e-20: raise ValueError(f"the engine must see all of a sample's gradient, got one that is {away/size:.2g} of its norm away: {UNSEEN}, nor may a layer keep its batch as an attribute")
 
 
 # %% ../../nbs/algorithms/engines.ipynb #369863f0
 def check_rows(rows:int, batch_size:int):
     "Refuse per-sample gradients that are not one a sample."
-    if rows!=batch_size: raise ValueError(f"every layer must see one row per sample, got {rows} rows for {batch_size} samples; give it the positions of a sample as a dimension behind the batch, padded and not packed")
+    if rows!=batch_size: raise ValueError(f"every layer must see one row per sample, got {rows} rows for {batch_size} samples; give it the positions of a sample as a dimension behind the batch, padded and not packed, and expand what is the same for all over the batch")
 
-def apart(x:Tensor)->Tensor: return x.detach().requires_grad_(x.requires_grad).clone() # A model may change its input, and nothing of a look goes back into what made it
+def own_copy(x:Tensor)->Tensor: return x.detach().requires_grad_(x.requires_grad).clone() # A model may change its input, and nothing of a look goes back into what made it
 
 class Looks:
     "When one sample is looked at: at passes 0, 1, 2, 4, 8, ...; those of one sample, in which nothing can meet, are counted apart."
@@ -226,6 +231,7 @@ class Looks:
     def sample(self, samples:int)->int: return (samples//2+self.passes[samples>1])%samples # Which one
     def count(self, samples:int): self.passes = tuple(n+(several==(samples>1)) for several, n in enumerate(self.passes))
 
+# %% ../../nbs/algorithms/engines.ipynb #369863f1
 class Engine(Looks):
     "What is common to all engines."
     at_once = False # Whether `scale` must see the whole batch in one call
@@ -239,31 +245,35 @@ class Engine(Looks):
         self.count(len(targets))
         return self.add(loss_fn, inputs, targets, scale)
 
-    def look(self, loss_fn, inputs, targets, k:int):
-        "Refuse a model or a loss in which samples meet, or of whose gradients the engine does not see all."
-        def losses_of(inputs, targets): return per_sample_losses(loss_fn, call(self.model, mapped(apart, inputs)), targets)
-        def lone(): return lone_gradient(self, lambda: losses_of(*copies((inputs, targets), k, len(targets))), k) # Of copies, since others may not be finite
-        lone_gradient(self, lambda: losses_of(inputs, targets), k)
-        if not is_alone(self, losses_of, inputs, targets, k) or (size := norm_of(lone()))==0: return
-        kept = self.flat.clone() if self.is_held else None
-        try:
-            norms = self.add_one(loss_fn, mapped(apart, inputs), targets, k)
-            if not self.weighs_losses or torch.isfinite(norms).all(): check_norm(self, norms[k].item(), size)
-            if torch.isfinite(norms if self.weighs_losses else norms[k]).all(): check_gradient(self, lone()) # Once more: for memory's sake it is not kept
-        finally:
-            if kept is not None: self.flat.copy_(kept)
+# %% ../../nbs/algorithms/engines.ipynb #369863f2
+@patch
+def look(self:Engine, loss_fn, inputs, targets, k:int):
+    "Refuse a model or a loss in which samples meet, or of whose gradients the engine does not see all."
+    def losses_of(inputs, targets): return per_sample_losses(loss_fn, call(self.model, mapped(own_copy, inputs)), targets)
+    def lone(): return lone_gradient(self, lambda: losses_of(*copies((inputs, targets), k, len(targets))), k) # Of copies, since others may not be finite
+    lone_gradient(self, lambda: losses_of(inputs, targets), k)
+    if not is_alone(self, losses_of, inputs, targets, k) or (size := norm_of(lone()))==0: return
+    kept = self.flat.clone() if self.is_held else None
+    try:
+        norms = self.add_one(loss_fn, mapped(own_copy, inputs), targets, k)
+        if not self.weighs_losses or torch.isfinite(norms).all(): check_norm(self, norms[k].item(), size)
+        if torch.isfinite(norms if self.weighs_losses else norms[k]).all(): check_gradient(self, lone()) # Once more: for memory's sake it is not kept
+    finally:
+        if kept is not None: self.flat.copy_(kept)
 
-    def add_one(self, loss_fn, inputs, targets, k:int)->Tensor: # (batch,) norms
-        "Put one sample's gradient into the buffer, as the sum of a batch in which no other has weight."
-        norms = []
-        def only(of_some):
-            start = sum(map(len, norms))
-            norms.append(of_some.detach())
-            return (torch.arange(start, start+len(of_some), device=of_some.device)==k).to(of_some.dtype)
-        self.flat.zero_()
-        with kept_randomness(self.flat.device): self.add(loss_fn, inputs, targets, only)
-        check_rows(sum(map(len, norms)), len(targets))
-        return torch.cat(norms)
+# %% ../../nbs/algorithms/engines.ipynb #369863f3
+@patch
+def add_one(self:Engine, loss_fn, inputs, targets, k:int)->Tensor: # (batch,) norms
+    "Put one sample's gradient into the buffer, as the sum of a batch in which no other has weight."
+    norms = []
+    def only(of_some):
+        start = sum(map(len, norms))
+        norms.append(of_some.detach())
+        return (torch.arange(start, start+len(of_some), device=of_some.device)==k).to(of_some.dtype)
+    self.flat.zero_()
+    with kept_attributes(self.model), kept_randomness(self.flat.device): self.add(loss_fn, inputs, targets, only)
+    check_rows(sum(map(len, norms)), len(targets))
+    return torch.cat(norms)
 
 # %% ../../nbs/algorithms/engines.ipynb #7431892d
 class BookEngine(Engine):
@@ -300,9 +310,11 @@ def check_samplers(model:nn.Module):
     for name, layer in model.named_modules():
         found = [f"{word}={getattr(layer, word)!r}" for word, seen in dict(padding_mode="zeros", padding_idx=None).items() if getattr(layer, word, seen)!=seen]
         if isinstance(layer, nn.LayerNorm) and layer.bias is None: found.append("bias=False")
+        found += [f"an attribute {word!r}" for word in LEFT if own_parameters(layer) and hasattr(layer, word)] # Where Opacus has its own
         if found and any(p.requires_grad for p in layer.parameters()):
             raise ValueError(f"engine must be 'book' for a setting that Opacus does not see, got {found[0]} at {name!r}")
 
+# %% ../../nbs/algorithms/engines.ipynb #fae3a7c5
 def samplers_for(model:nn.Module)->dict: # Kind of layer -> sampler
     "Opacus's, and for all other kinds one that sees the layer as it is now."
     return {**{type(layer): vmapped_rows for layer in tapped_layers(model).values()}, **GradSampleModule.GRAD_SAMPLERS}
@@ -330,8 +342,14 @@ def forget_calls(
     for p in slots:
         p._forward_counter = 0
         vars(p).pop("_current_grad_sample", None)
-    for layer in model.modules():
-        for name in ("activations", "max_batch_len"): vars(layer).pop(name, None)
+    for layer in model.modules(): drop_left(layer)
+
+def hooks_of(model:nn.Module)->dict: return {layer: len(layer._forward_hooks) for layer in tapped_layers(model).values()} # Trainable layer -> how many
+
+def check_hooked(model):
+    "Refuse a hook behind Opacus's, which do not see what it makes of a layer's output."
+    late = [type(layer).__name__ for layer, hooks in model.hooked.items() if model.hooks_enabled and len(layer._forward_hooks)>hooks]
+    if late: raise ValueError(f"trainable layers must do what their class does, got a forward hook on a {late[0]}, which may change its output; make it a module around the layer, or use engine='book'")
 
 def check_calls(slots:dict):
     "Refuse a layer of which one call is in the loss and another is not: Opacus takes the one for the other."
@@ -375,11 +393,12 @@ class HooksEngine(Engine):
         default_format_(model)
         seen_by_opacus_(model)
         self.model, self.kernels = GradSampleModule(model, loss_reduction="sum", strict=False), {}
-        self.model.GRAD_SAMPLERS = samplers_for(model)
+        self.model.GRAD_SAMPLERS, self.model.hooked = samplers_for(model), hooks_of(model)
         self.optimizer = RuledOptimizer(optimizer, noise_multiplier=0., max_grad_norm=1., expected_batch_size=1, loss_reduction="sum")
 
     def add(self, loss_fn, inputs, targets, scale)->Tensor: # (batch,) losses
         "Add the weighted sum of one batch."
+        check_hooked(self.model)
         forget_calls(self.model, self.slots)
         losses = per_sample_losses(loss_fn, call(self.model, inputs), targets)
         for p in self.slots: p.grad = p.grad_sample = None
@@ -428,10 +447,9 @@ def only_in_layers(
     "Let a gradient reach a parameter through its own layer alone: what is done with it besides has no part in the sum."
     def ask(which, wanted, *_):
         for p in which: p.requires_grad_(wanted)
+    check_hooked(model)
     trained = {p for p in slots if p.requires_grad} # A criterion may look at what has been frozen since
     own = {layer: [p for p in layer.parameters() if p in trained] for layer in model.hooked}
-    hooked = [type(layer).__name__ for layer in own if model.hooks_enabled and len(layer._forward_hooks)>model.hooked[layer]]
-    if hooked: raise ValueError(f"trainable layers must do what their class does, got a forward hook on a {hooked[0]}; make it a module around the layer")
     handles = [layer.register_forward_pre_hook(partial(ask, of, True)) for layer, of in own.items()]
     handles += [layer.register_forward_hook(partial(ask, of, False)) for layer, of in own.items()] # After Opacus's
     ask(trained, False)
@@ -458,8 +476,7 @@ class GhostEngine(Engine):
         default_format_(model)
         seen_by_opacus_(model)
         self.model, self.kernels = RuledGhost(model, loss_reduction="sum", strict=False), {}
-        self.model.GRAD_SAMPLERS = samplers_for(model)
-        self.model.hooked = {layer: len(layer._forward_hooks) for layer in tapped_layers(model).values()} # By Opacus and here
+        self.model.GRAD_SAMPLERS, self.model.hooked = samplers_for(model), hooks_of(model)
         self.optimizer = DPOptimizerFastGradientClipping(optimizer, noise_multiplier=0., max_grad_norm=1., expected_batch_size=1,
             loss_reduction="sum")
 

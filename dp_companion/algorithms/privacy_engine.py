@@ -6,7 +6,7 @@
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'rule_of', 'schedule_of', 'records_of', 'check_once',
            'check_samples', 'batch_of', 'plan_of', 'check_pointwise', 'calibrated', 'PrivacyEngine', 'Recipe',
            'check_schedules', 'check_bound', 'check_spent', 'unwrapped', 'read_checkpoint', 'check_readable',
-           'check_fits']
+           'global_generators', 'put_back', 'check_fits']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
 import io
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
 from .clipping import RULES, ClipRule, CountingRule, Flat, clip_rule as named_rule
 from .noise import GaussianNoise, seeded_by_torch
-from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, poisson_loader
+from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, collate_of, poisson_loader
 from .private_step import PrivateStep, check_parameters
 from .tapes import TAPES, GhostCriterion, PrivateModule
 from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
@@ -315,6 +315,7 @@ def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of n
 @patch
 def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, criterion, noise_generator)->tuple: # As `make_private`
     "Step, optimizer, loader and module of a recipe."
+    collate = collate_of(data_loader) # Before anything is changed
     noise, batches = self.sources(noise_generator, data_loader.generator)
     private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule, expected_batch_size=recipe.plan.expected_batch_size,
         engine=recipe.engine, generator=noise.generator, secure_noise=noise.secure, kernels=recipe.kernels)
@@ -323,7 +324,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
     self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
         bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
     self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
-    loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches))
+    loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches), collate)
     self.workers_source = loader.generator # Decides what a data set's own randomness gives in worker processes
     module = PrivateModule(private_step.model, private_step.engine)
     module.privacy_ledger = self.accountant # Whoever else is given it can see what it has spent
@@ -354,6 +355,18 @@ def check_readable(buffer:io.BytesIO):
     except Exception as error: raise ValueError(f"a checkpoint must hold tensors and plain values alone, got what torch does not read back ({str(error).splitlines()[0]}); turn NumPy's numbers into float or int") from None
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #54fce36f
+def global_generators()->dict: # Plain values and tensors
+    "Where torch's, NumPy's and Python's own generators are; of NumPy's only the usual kind."
+    numpy = np.random.get_state()
+    plain = [x.tolist() if isinstance(x, np.ndarray) else x for x in numpy] if isinstance(numpy, tuple) else None
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": plain}
+
+def put_back(state:dict):
+    "Let those generators go on from where they were; an older checkpoint has torch's alone."
+    torch.set_rng_state(state["torch"])
+    if "python" in state: random.setstate(state["python"])
+    if state.get("numpy"): np.random.set_state(tuple(state["numpy"]))
+
 @patch
 def settings(self:PrivacyEngine)->dict: # Plain values
     "What two runs must share for one to go on with the other."
@@ -366,9 +379,9 @@ def settings(self:PrivacyEngine)->dict: # Plain values
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
     "Ledger, place in the schedules, rule, kernels and generators."
-    optimizer, numpy = self.optimizer, np.random.get_state()
-    return {"settings": self.settings(), "python": random.getstate(), "numpy": [x.tolist() if isinstance(x, np.ndarray) else x for x in numpy] if isinstance(numpy, tuple) else None, "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
-        "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels, "torch": torch.get_rng_state(),
+    optimizer = self.optimizer
+    return {"settings": self.settings(), **global_generators(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
+        "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels,
         "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place, self.workers_source.get_state()]}
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c62dc52b
@@ -387,9 +400,7 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     optimizer.restart()
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
     optimizer.tape.kernels.update(state["kernels"])
-    torch.set_rng_state(state["torch"])
-    if "python" in state: random.setstate(state["python"])
-    if state.get("numpy"): np.random.set_state(tuple(state["numpy"]))
+    put_back(state)
     if state["sources"]:
         noise, optimizer.place, workers = state["sources"]
         optimizer.private_step.noise.generator.set_state(noise)

@@ -15,7 +15,8 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import Anchor, check_precision, owned, refuse_past, tensors_of
-from .engines import Arguments, Looks, NotFinite, call, check_norm, gradients, is_alone, check_calls, forget_calls, kept_randomness, looking, mapped, norm_of, only_in_layers, per_sample_losses
+from .engines import Arguments, Looks, NotFinite, call, check_norm, gradients, is_alone, check_calls, check_hooked, forget_calls, kept_randomness, looking, mapped, norm_of, only_in_layers, per_sample_losses
+from .per_sample_norms import without_engine
 from .private_step import check_trainable, unchanged_state
 
 # %% ../../nbs/algorithms/tapes.ipynb #ee9d6695
@@ -154,7 +155,11 @@ class HooksTape(Tape):
     @property
     def is_filled(self)->bool: return any(p.grad_sample is not None for p in self.slots)
 
-    def record(self, module, args, kwargs): return self.dated(module(*args, **kwargs))
+    def record(self, module, args, kwargs):
+        check_hooked(self.engine.model)
+        output = module(*args, **kwargs)
+        for p in self.slots: p.grad_sample = None # Of a gradient that the module takes on its way
+        return self.dated(output)
 
     def clear(self):
         super().clear()
@@ -254,7 +259,7 @@ class GhostLoss:
         if tape.losses is not None:
             tape.clear()
             raise ValueError(OLD_PASS + "; for several losses, give make_private one criterion that adds them")
-        if len(self.losses)!=tape.batch_size: raise ValueError(f"criterion must be given the whole batch of the last forward pass in training mode, got {len(self.losses)} losses for {tape.batch_size or 'no'} samples")
+        if len(self.losses)!=tape.batch_size: raise ValueError(f"criterion must be given the whole batch of the last forward pass in training mode, got {len(self.losses)} losses for {tape.batch_size or 'no'} samples; keep the positions of a sample as a dimension behind the batch")
         self.losses.sum().backward(retain_graph=True)
         tape.check_losses(self.losses, self.criterion.losses_of, mapped(Tensor.detach, self.outputs), self.targets)
         tape.loss_fn, tape.targets, tape.losses = self.criterion.loss_fn, self.targets, self.losses
@@ -285,9 +290,11 @@ class PrivateModule(nn.Module):
 
     def __deepcopy__(self, memo): # For averages of weights, such as torch.optim.swa_utils.AveragedModel
         "A copy of the user's module, for evaluation: it is not recorded."
-        return copy.deepcopy(self._module, memo)
+        with without_engine(self._module): return copy.deepcopy(self._module, memo)
 
-    def __reduce_ex__(self, protocol): return operator.getitem, ((self._module,), 0) # As a copy: what is recorded is raw
+    def __copy__(self): return self._module
+
+    def __reduce_ex__(self, protocol): return operator.getitem, ((copy.deepcopy(self),), 0) # What is recorded is raw
 
     def state_dict(self, *args, **kwargs): return self._module.state_dict(*args, **kwargs)
     def load_state_dict(self, *args, **kwargs): return self._module.load_state_dict(*args, **kwargs)

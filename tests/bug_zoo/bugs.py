@@ -135,7 +135,7 @@ STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOp
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
 LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)) # Where the trainer does not look itself
-NO_LOOK = (Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)), Patch(engines, "check_gradient", "apart>.01*size", "False")) # The engines see wrong norms themselves
+NO_LOOK = (Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)), Patch(engines, "check_gradient", "away>.01*size", "False")) # The engines see wrong norms themselves
 NO_MEETING = Patch(engines, "lone_gradient", "x.nan_to_num(0, 0, 0).any()", "False")
 NO_COPIES = Patch(engines, "is_alone", "not near(first, loss(*copies", "False and not near(first, loss(*copies")
 NO_REFUSAL = Patch(private_step, "check_layer", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
@@ -176,7 +176,7 @@ ZOO = [
     Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step", "an empty batch moves by noise",
         (Patch(STEP, "finish", "self.optimizer.step()", "self.optimizer.step() if self.seen else None"),)),
     Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop", POISSON,
-        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("optimizer.drawn.append((len(batch), self.place(key)))", "optimizer.drawn.extend([(len(batch), self.place(key))] if batch else [])"),)),)),
+        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("current.drawn.append((len(batch), self.place(key)))", "current.drawn.extend([(len(batch), self.place(key))] if batch else [])"),)),)),
     Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
