@@ -245,6 +245,15 @@ def test_a_hook_that_comes_later_is_a_function_behind_its_layer_or_refused(engin
         with pytest.raises(ValueError, match="got a forward hook on a Linear"): step(nn.CrossEntropyLoss(), x, y)
 
 
+@pytest.mark.parametrize("engine", ["ghost", "hooks"])
+def test_a_hook_that_comes_later_is_refused_in_a_loop(engine):
+    model = nn.Sequential(nn.Linear(5, 3)).double()
+    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., engine=engine, data_loader=DataLoader(TensorDataset(*data()), batch_size=8))
+    model[0].register_forward_hook(lambda layer, args, output: 5*output)
+    module.tape.passes = (3, 3) # Nobody looks at the fourth
+    with pytest.raises(ValueError, match="got a forward hook on a Linear"): module(data()[0])
+
+
 class Listed(nn.Module):
     "Parameters in a container."
     def __init__(self): super().__init__(); self.held = nn.ParameterList([torch.full((5,), 2.), torch.zeros(5)])
