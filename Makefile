@@ -53,11 +53,11 @@ clean:
 	rm -rf _site _proc _docs build dist *.egg-info
 
 readme: install
-	@$(BIN)/python -c 'from pathlib import Path; from dp_companion.workbench.notebooks import readme_text; Path("README.md").write_text(readme_text("nbs/index.ipynb"), encoding="utf-8")'
+	@$(BIN)/python -c 'from pathlib import Path; from dp_companion.site.notebooks import readme_text; Path("README.md").write_text(readme_text("nbs/index.ipynb"), encoding="utf-8")'
 
 # For whoever changes a notebook or a module: execute the stale pages, put their outputs into nbs/, and the README and the package in step
 pages: install
 	@$(BIN)/nbdev_export
-	@$(BIN)/python -c 'from dp_companion.workbench.notebooks import refresh_pages; refresh_pages()'
+	@$(BIN)/python -c 'from dp_companion.site.notebooks import refresh_pages; refresh_pages()'
 	@$(BIN)/nbdev_clean
 	@$(MAKE) --no-print-directory readme

@@ -75,15 +75,15 @@ def reproduce(
 
     Executes every notebook, trains what has no record yet, builds the site and prints the headline table. Run it at the top of a checkout; stop and start it as you like.
     """
-    from dp_companion.workbench.notebooks import execute_all, listed_records
-    from dp_companion.workbench.records import read_record
-    from dp_companion.workbench.site import build_site
-    from dp_companion.workbench.tables import headline
+    from dp_companion.site.notebooks import execute_all, listed_records
+    from dp_companion.training.records import read_record
+    from dp_companion.site.site import build_site
+    from dp_companion.papers.tables import headline
     source, out = source.resolve(), out.resolve()
     executed = runs/"notebooks"/profile.value
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers, everything=everything)
     page = build_site(executed.resolve(), out)/"index.html"
-    made = json.loads((executed/"experiments/global_adapt_v2/utility.ipynb").read_text(encoding="utf-8"))
+    made = json.loads((executed/"papers/global_adapt_v2/experiments/utility.ipynb").read_text(encoding="utf-8"))
     records = [read_record(runs/name/"record.json") for name in listed_records(made)]
     typer.echo(f"\nPaper global_adapt_v2, Table 13 at ε = 1, {records[0].spec.dataset}:\n")
     typer.echo(headline(records).to_string(index=False))
@@ -171,10 +171,10 @@ def run(
 ):
     """Train one run, or find its record.
 
-    The file has the fields of dp_companion.workbench.records.RunSpec, as the "spec" of any record.json has, such as {"paper": "global_adapt_v2", "method": "DP-SGD", "dataset": "digits", "model": "mnist_cnn", "clip_rule": "flat", "noise_multiplier": 1.1, "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64, "seed": 0}. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
+    The file has the fields of dp_companion.training.records.RunSpec, as the "spec" of any record.json has, such as {"paper": "global_adapt_v2", "method": "DP-SGD", "dataset": "digits", "model": "mnist_cnn", "clip_rule": "flat", "noise_multiplier": 1.1, "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64, "seed": 0}. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
-    from dp_companion.workbench.records import read_record, record_path, spec_from_dict
-    from dp_companion.workbench.training import train
+    from dp_companion.training.records import read_record, record_path, spec_from_dict
+    from dp_companion.training.training import train
     checked = spec_from_dict(_json_object(spec))
     path = record_path(checked, runs)
     with _waiting(f"run {checked.name}"): train(checked, runs)
@@ -192,18 +192,18 @@ def audit(
     Trains the run where it has no record yet. The attack draws again, many times, what the run's ledger says it released; what it achieves, at 95 % confidence, joins the record.
     A paper (global_adapt_v2, sad, adaptive_noise, sanitization) is attacked at its own sizes, without training.
     """
-    from dp_companion.audits.audited_claims import HEADLINES
+    from dp_companion.papers.audited_claims import HEADLINES
     if spec.suffix != ".json" and str(spec) not in HEADLINES and not spec.is_file(): raise ValueError(f"spec must be a JSON file, or a paper: {', '.join(HEADLINES)}; got {spec}")
     if str(spec) in HEADLINES: return _headlines(str(spec), as_json)
-    from dp_companion.workbench.records import record_path
+    from dp_companion.training.records import record_path
     record, runs = _finished(spec, runs)
     record = _attacked(record, runs, draws)
     _say({"record": str(record_path(record.spec, runs)), **{name: record.budget[name] for name in ("claimed", "certified", "empirical", "verdict")}} if as_json else _three(record.budget), as_json)
 
 # %% ../nbs/cli.ipynb #7a578b44
 def _finished(path, runs): # The record of a run, trained where there is none yet, and its folder of runs
-    from dp_companion.workbench.records import read_record, spec_from_dict
-    from dp_companion.workbench.training import train
+    from dp_companion.training.records import read_record, spec_from_dict
+    from dp_companion.training.training import train
     content = _json_object(path)
     if "sha256" in content:
         record, path = read_record(path), path.resolve()
@@ -221,20 +221,20 @@ def _attacked(record, runs, draws): # A run with a sanitization layer has attack
     return record
 
 def _layers(record, runs):
-    from dp_companion.audits.sanitized import audit_layers
-    from dp_companion.workbench.datasets import load_dataset
-    from dp_companion.workbench.planning import poisson_plan
+    from dp_companion.papers.sanitization.attacks import audit_layers
+    from dp_companion.training.datasets import load_dataset
+    from dp_companion.training.planning import poisson_plan
     return audit_layers([record], lambda spec: poisson_plan(spec, load_dataset(spec.dataset)), runs)
 
 # %% ../nbs/cli.ipynb #22331d50
 def _headlines(paper, as_json): # What a paper stands for, attacked
-    from dp_companion.audits.audited_claims import audit_headlines, follows
+    from dp_companion.papers.audited_claims import audit_headlines, follows
     rows = [{"setting": headline.setting, "as printed": headline.is_printed, "unit": headline.unit, **report.to_dict(), "verdict": follows(headline, report)} for headline, report in audit_headlines(paper)]
     if as_json: return typer.echo(json.dumps(rows, ensure_ascii=False))
     for row in rows: _say({"setting": f"{row['setting']}, {'as printed' if row['as printed'] else 'with an ε that is certified'}", "unit": row["unit"], **_three(row)}, False)
 
 def _three(budget): # For the eye
-    from dp_companion.workbench.tables import epsilon_text
+    from dp_companion.papers.tables import epsilon_text
     return {"claimed ε": epsilon_text(budget["claimed"]["epsilon"]) if budget["claimed"] else "none", **{f"certified ε, {name.upper()}": epsilon_text(c["epsilon"]) for name, c in budget["certified"].items()},
             **({f"empirical ε, at {budget['empirical']['confidence']:.0%} confidence": epsilon_text(budget["empirical"]["epsilon"])} if budget["empirical"] else {"empirical ε": "not attacked: dp-companion audit"}), "verdict": budget["verdict"]}
 
@@ -248,8 +248,8 @@ def tables(
     Each row holds the printed accuracy, ours with its spread over seeds, and the claimed, certified and empirical ε. Runs of other sizes than the profile's are left out.
     """
     from dp_companion.published import load
-    from dp_companion.workbench.grid import of_profile, profile_named
-    from dp_companion.workbench.tables import beside_published, for_print, read_records, summarise
+    from dp_companion.papers.global_adapt_v2.grid import of_profile, profile_named
+    from dp_companion.papers.tables import beside_published, for_print, read_records, summarise
     item = re.sub(r"(?i)^(table|t)?\s*(\d+)$", r"Table \2", item.strip())
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
@@ -271,14 +271,14 @@ def site(
 
     By Quarto where it is on the PATH, else by Sphinx; `reproduce` does this too.
     """
-    from dp_companion.workbench.site import build_site
+    from dp_companion.site.site import build_site
     typer.echo(build_site(notebooks, out)/"index.html")
 
 # %% ../nbs/cli.ipynb #7afba8ae
 @app.command()
 def data(as_json:JsonFlag=False):
     "Which data sets are at hand, and where."
-    from dp_companion.workbench.datasets import DATASETS, data_root, where
+    from dp_companion.training.datasets import DATASETS, data_root, where
     _say({"folder": str(data_root()), **{name: where(name) for name in DATASETS}}, as_json)
 
 # %% ../nbs/cli.ipynb #dd5c8780

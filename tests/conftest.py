@@ -26,5 +26,5 @@ def root():
 @pytest.fixture(scope="session")
 def processes():
     "Real processes that need not import torch: each is a fork of one that has done so and nothing else."
-    multiprocessing.set_forkserver_preload(["dp_companion.cli", "dp_companion.workbench.training", "dp_companion.algorithms.privacy_engine", "papermill"])
+    multiprocessing.set_forkserver_preload(["dp_companion.cli", "dp_companion.training.training", "dp_companion.algorithms.privacy_engine", "papermill"])
     return multiprocessing.get_context("forkserver")

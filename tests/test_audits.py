@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import special, stats
 
-from dp_companion.audits.audited_claims import HEADLINES
+from dp_companion.papers.audited_claims import HEADLINES
 from dp_companion.audits.bounds import (Finding, epsilon_to_mu, finding_from_scores, gaussian_errors_bound, gaussian_ranks_bound, gaussian_rates_bound, mu_to_epsilon,
                                         one_run_bound, one_run_gaussian_bound, one_run_p_value, rate_upper, rates_bound, share_moments)
 from dp_companion.budgets.certified import budget_report, calibrate, certify
@@ -143,7 +143,7 @@ def test_seeds_repeat():
 def printed_schedule(setting):
     "V2-S with the noise that its paper gives for epsilon = 1."
     if setting == "mnist": return StepDecay(initial=.1916, decay_rate=.5, drop_every=10), PoissonPlan(dataset_size=60_000, expected_batch_size=64, epochs=100)
-    from dp_companion.workbench.grid import profile_named
+    from dp_companion.papers.global_adapt_v2.grid import profile_named
     size = profile_named("digits")
     plan, shape = PoissonPlan(dataset_size=size.dataset_size, expected_batch_size=size.expected_batch_size, epochs=size.epochs), StepDecay(initial=1., decay_rate=.5, drop_every=size.drop_every)
     return replace(shape, initial=calibrate(shape, plan, target_epsilon=1., delta=DELTA, accountant="as_printed")), plan
@@ -196,7 +196,7 @@ def test_forty_audits_of_the_correct_engine():
 
 @pytest.mark.parametrize("paper", HEADLINES)
 def test_page_shows_every_headline_with_three_epsilons(root, paper):
-    cells = json.loads((root/"nbs"/"audits"/"audited_claims.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((root/"nbs"/"papers"/"audited_claims.ipynb").read_text(encoding="utf-8"))["cells"]
     shown = "\n".join("".join(output["data"]["text/markdown"]) for cell in cells for output in cell.get("outputs", []) if "text/markdown" in output.get("data", {}))
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(f"| {paper} |")]
     assert len(rows) >= 2 and all(len(row) == 7 and float(row[5].replace(",", "")) >= 0 for row in rows), "run `make pages`"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dp_companion.cli import main
-from dp_companion.workbench import notebooks
-from dp_companion.workbench.page_keys import execution_key, is_experiment, is_kept, page_parameters
+from dp_companion.site import notebooks
+from dp_companion.site.page_keys import execution_key, is_experiment, is_kept, page_parameters
 
 SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
 SMALL = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
@@ -167,8 +167,8 @@ def test_audit_of_a_paper_s_headline():
 @pytest.mark.slow
 def test_audit_of_a_sanitized_run(tmp_path):
     from dataclasses import asdict, replace
-    from dp_companion.workbench.records import RunSpec
-    from dp_companion.workbench.sanitized_grid import layer_profile, printed_values
+    from dp_companion.training.records import RunSpec
+    from dp_companion.papers.sanitization.grid import layer_profile, printed_values
     spec = RunSpec(**printed_values(replace(layer_profile("digits"), epochs=1, expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
     (tmp_path/"spec.json").write_text(json.dumps({k: v for k, v in asdict(spec).items() if v is not None}))
     status, out, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"), "--json")
@@ -242,7 +242,7 @@ def test_a_run_whose_data_are_not_at_hand_leaves_no_folder(tmp_path, monkeypatch
 
 
 def test_a_fault_of_a_training_keeps_its_stack(tmp_path, monkeypatch):
-    from dp_companion.workbench import training
+    from dp_companion.training import training
     def at_fault(*_): raise ZeroDivisionError("inside a training")
     monkeypatch.setattr(training, "train", at_fault)
     (tmp_path/"spec.json").write_text(json.dumps(SMALL))
@@ -269,7 +269,7 @@ def test_what_is_stopped_says_so(monkeypatch):
 def test_a_reading_whose_epsilon_is_real_is_not_refuted():
     "Nobody claimed what the paper's formula would say of its noise."
     from types import SimpleNamespace
-    from dp_companion.audits.audited_claims import Headline, follows
+    from dp_companion.papers.audited_claims import Headline, follows
     from dp_companion.budgets.certified import budget_report
     from dp_companion.budgets.events import MechanismEvent
     report = budget_report((MechanismEvent(noise_multiplier=4., sample_rate=.1, steps=10),), delta=1e-5, claimed=SimpleNamespace(epsilon=.01, preconditions=()), empirical=SimpleNamespace(epsilon=.03))

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from dp_companion.algorithms.noise import GaussianNoise
-from dp_companion.workbench.datasets import data_root, load_dataset, load_ham10000, where
-from dp_companion.workbench.grid_sad import sad_profile, sad_values
-from dp_companion.workbench.ham10000 import CLASSES, COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out, nonprivate_leak, read_metadata, split_ham10000
-from dp_companion.workbench.image_folders import cache_root, decoded
-from dp_companion.workbench.imbalance import imbalance_metrics, noisy_class_counts, public_class_weights
-from dp_companion.workbench.planning import budget_report
-from dp_companion.workbench.records import RunSpec
+from dp_companion.training.datasets import data_root, load_dataset, load_ham10000, where
+from dp_companion.papers.sad.grid import sad_profile, sad_values
+from dp_companion.training.ham10000 import CLASSES, COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out, nonprivate_leak, read_metadata, split_ham10000
+from dp_companion.training.image_folders import cache_root, decoded
+from dp_companion.training.imbalance import imbalance_metrics, noisy_class_counts, public_class_weights
+from dp_companion.training.planning import budget_report
+from dp_companion.training.records import RunSpec
 
 DX = list(CLASSES)
 
@@ -281,7 +281,7 @@ def test_real_table():
 
 def test_committed_page_is_of_the_real_table(root):
     "Executed where the table is not at hand, the page shows a made one, and says so; that is not what a reader should find."
-    cells = json.loads((root/"nbs"/"workbench"/"ham10000.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((root/"nbs"/"training"/"ham10000.ipynb").read_text(encoding="utf-8"))["cells"]
     shown = json.dumps([cell.get("outputs", []) for cell in cells])
     assert "HAM10000, by image" in shown and "SYNTHETIC table" not in shown
 

@@ -38,7 +38,7 @@ def test_notebooks_are_clean(root, exported):
 
 
 def test_readme_is_the_index(root):
-    from dp_companion.workbench.notebooks import readme_text
+    from dp_companion.site.notebooks import readme_text
     assert (root/"README.md").read_text(encoding="utf-8") == readme_text(root/"nbs"/"index.ipynb"), "run `make readme`"
 
 
@@ -53,8 +53,8 @@ def test_one_notebook_per_module_and_none_skipped(root):
 
 
 def test_experiments_declare_their_parameters(root):
-    from dp_companion.workbench.parameters import declared_parameters
-    experiments = sorted((root/"nbs"/"experiments").rglob("*.ipynb"))
+    from dp_companion.site.parameters import declared_parameters
+    experiments = sorted((root/"nbs").glob("papers/*/experiments/*.ipynb"))
     assert experiments
     for path in experiments:
         assert {"profile", "runs"} <= set(declared_parameters(path)), path
@@ -65,8 +65,8 @@ def test_experiments_declare_their_parameters(root):
 
 def test_no_experiment_reaches_what_executes_it(root):
     "Else a change of the executor or of the site would train every experiment anew."
-    from dp_companion.workbench.page_keys import package_folder, reached_files
-    for path in sorted((root/"nbs"/"experiments").rglob("*.ipynb")):
+    from dp_companion.site.page_keys import package_folder, reached_files
+    for path in sorted((root/"nbs").glob("papers/*/experiments/*.ipynb")):
         code = "\n".join("".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
         reached = {p.name for p in reached_files(code, package_folder())}
         assert "training.py" in reached, path
@@ -80,8 +80,8 @@ def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
 
 
 def test_committed_outputs_belong_to_the_code(root):
-    from dp_companion.workbench.notebooks import committed_keys, source_notebooks
-    from dp_companion.workbench.page_keys import execution_key, is_kept, page_parameters
+    from dp_companion.site.notebooks import committed_keys, source_notebooks
+    from dp_companion.site.page_keys import execution_key, is_kept, page_parameters
     current = {str(p.relative_to(root/"nbs")): execution_key(p, page_parameters(p)) for p in source_notebooks(root/"nbs") if is_kept(p)}
     committed = committed_keys(root/"nbs")
     assert sorted(name for name in {*current, *committed} if current.get(name) != committed.get(name)) == [], "run `make pages` and commit nbs/ and results/"

@@ -27,8 +27,8 @@ from dp_companion.algorithms.clipping import PSAC, AutoS, ClipRule, Flat, Global
 from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
-from dp_companion.workbench.models import MODELS, build_model
-from dp_companion.workbench.sanitized import LAYERED
+from dp_companion.training.models import MODELS, build_model
+from dp_companion.training.sanitized import LAYERED
 from networks import batch, cifar_cnn, digits_cnn, mnist_cnn, opacus_resnet18, group_norm_resnet18
 
 LOSS = nn.CrossEntropyLoss()

@@ -5,12 +5,12 @@ from dataclasses import asdict
 import pytest
 
 from dp_companion.budgets.schedules import PoissonPlan
-from dp_companion.workbench.grid import PROFILES
-from dp_companion.workbench.grid_adaptive import ADAPTIVE_PROFILES
-from dp_companion.workbench.grid_sad import SAD_PROFILES
-from dp_companion.workbench.multipliers import asked_of, first_multiplier, shared_with_loss
-from dp_companion.workbench.sanitized_grid import LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
-from dp_companion.workbench.tables import read_records
+from dp_companion.papers.global_adapt_v2.grid import PROFILES
+from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
+from dp_companion.papers.sad.grid import SAD_PROFILES
+from dp_companion.training.multipliers import asked_of, first_multiplier, shared_with_loss
+from dp_companion.papers.sanitization.grid import LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
+from dp_companion.papers.tables import read_records
 
 NOISE = ("noise_multiplier", "signal_noise", "layer_noise_multiplier") # what calibration gives
 GIVEN = ("accounting", "target_epsilon", "seed", *NOISE)

@@ -1,10 +1,10 @@
-"Imports point one way: budgets <- algorithms <- workbench <- audits; budgets stay light."
+"Imports point one way: budgets <- algorithms <- training <- audits <- papers <- site; budgets stay light."
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
-ROOMS = ["files", "published", "figures", "budgets", "algorithms", "workbench", "audits", "cli"]
+ROOMS = ["files", "published", "figures", "budgets", "algorithms", "training", "audits", "papers", "site", "cli"]
 
 
 def imported_rooms(path, package):
@@ -27,13 +27,13 @@ def test_imports_point_one_way(root):
 def test_a_line_that_points_back_is_seen(tmp_path):
     module = tmp_path/"dp_companion"/"budgets"/"wrong.py"
     module.parent.mkdir(parents=True)
-    module.write_text("from ..workbench.records import RunSpec\nfrom .schedules import schedule\nfrom dp_companion.audits.bounds import Finding\n")
-    assert list(imported_rooms(module, tmp_path/"dp_companion")) == ["workbench", "budgets", "audits"]
+    module.write_text("from ..training.records import RunSpec\nfrom .schedules import schedule\nfrom dp_companion.audits.bounds import Finding\n")
+    assert list(imported_rooms(module, tmp_path/"dp_companion")) == ["training", "budgets", "audits"]
 
 
 BUDGETS = [f"import dp_companion.budgets.{path.stem}" for path in sorted((Path(__file__).parent.parent/"dp_companion"/"budgets").glob("[a-z]*.py"))]
 LIGHT = [ # what is imported, one after the other, and what must not have come with it
-    ("import dp_companion, dp_companion.workbench.site", "torch nbdev sphinx pandas"),
+    ("import dp_companion, dp_companion.site.site", "torch nbdev sphinx pandas"),
     ("import dp_companion.budgets.decayed", "torch scipy matplotlib pandas"),
     ("import dp_companion.budgets.certified", "torch dp_accounting opacus scipy.stats"),
     ("import dp_companion.cli", "torch"),

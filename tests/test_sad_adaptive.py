@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants.analysis.rdp import compute_rdp
 
-import dp_companion.workbench.run as one_run
-import dp_companion.workbench.training as training
+import dp_companion.training.run as one_run
+import dp_companion.training.training as training
 from dp_companion.algorithms.adaptive_noise import BatchClip, BatchStep, FollowingNoise, following_state, load_following
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan
-from dp_companion.workbench.datasets import load_dataset
-from dp_companion.workbench.grid import specs_of
-from dp_companion.workbench.grid_adaptive import adaptive_profile, adaptive_values
-from dp_companion.workbench.grid_sad import SAD_METHODS, TABLE_II, sad_profile, sad_values
-from dp_companion.workbench.records import RunSpec, read_record, record_path
-from dp_companion.workbench.run import Run, epoch
-from dp_companion.workbench.training import train
+from dp_companion.training.datasets import load_dataset
+from dp_companion.papers.global_adapt_v2.grid import specs_of
+from dp_companion.papers.adaptive_noise.grid import adaptive_profile, adaptive_values
+from dp_companion.papers.sad.grid import SAD_METHODS, TABLE_II, sad_profile, sad_values
+from dp_companion.training.records import RunSpec, read_record, record_path
+from dp_companion.training.run import Run, epoch
+from dp_companion.training.training import train
 
 SMALL = dict(epochs=2, expected_batch_size=128)
 SAD = sad_values(sad_profile("digits"), "SAD-DPSGD", **SMALL)

@@ -17,7 +17,7 @@ from torch import nn
 from dp_companion.algorithms.early_stopping import ReleasedStd, SlopeFlag, TrendFlag, epoch_error, follow_weights, moving_bound
 from dp_companion.algorithms.sanitization import SanitizationLayer, freeze_below, funnel, model_report, sanitization_cnn, sanitization_resnet18
 from dp_companion.audits.bounds import finding_from_scores
-from dp_companion.audits.below_the_layer import features_from_change, first_layer_change, first_layer_scores, marked
+from dp_companion.papers.sanitization.below_the_layer import features_from_change, first_layer_change, first_layer_scores, marked
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.claims import SANITIZATION_CLAIMS
 from dp_companion.budgets.events import MechanismEvent

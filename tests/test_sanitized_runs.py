@@ -8,16 +8,16 @@ import torch
 from scipy.optimize import brentq
 
 from dp_companion.algorithms.noise import GaussianNoise
-from dp_companion.audits.sanitized import attack_below, attack_epoch, attack_rows, attack_step, audit_layers, certified_epoch, certified_step, claimed_there, epoch_scores, moved, row_scores, short, step_scores, worst_case
+from dp_companion.papers.sanitization.attacks import attack_below, attack_epoch, attack_rows, attack_step, audit_layers, certified_epoch, certified_step, claimed_there, epoch_scores, moved, row_scores, short, step_scores, worst_case
 from dp_companion.budgets.events import MechanismEvent
 from dp_companion.budgets.outputs import gaussian_delta
 from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitization_report
-from dp_companion.workbench import sanitized, training
-from dp_companion.workbench.datasets import load_dataset
-from dp_companion.workbench.records import RunSpec, find_record, record_path, spec_from_dict
-from dp_companion.workbench.sanitized import SanitizedRun, build_layer, build_layered, layer_report, sanitized_epoch
-from dp_companion.workbench.sanitized_grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
-from dp_companion.workbench.training import train
+from dp_companion.training import sanitized, training
+from dp_companion.training.datasets import load_dataset
+from dp_companion.training.records import RunSpec, find_record, record_path, spec_from_dict
+from dp_companion.training.sanitized import SanitizedRun, build_layer, build_layered, layer_report, sanitized_epoch
+from dp_companion.papers.sanitization.grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
+from dp_companion.training.training import train
 
 SIZE = replace(layer_profile("digits"), epochs=3, windows=(2, 2), private_batch_size=200, expected_batch_size=200, width=16, seeds=1)
 DATA = load_dataset("digits")

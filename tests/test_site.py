@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from dp_companion.workbench.drafts import read_inputs
-from dp_companion.workbench.pages import SiteError
-from dp_companion.workbench.site import build_site, inputs_hash
+from dp_companion.site.drafts import read_inputs
+from dp_companion.site.pages import SiteError
+from dp_companion.site.site import build_site, inputs_hash
 
 REPO = Path(__file__).resolve().parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
@@ -69,14 +69,14 @@ def clone(tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_quarto(monkeypatch):
-    monkeypatch.setattr("dp_companion.workbench.site.shutil.which", lambda name: None)
+    monkeypatch.setattr("dp_companion.site.site.shutil.which", lambda name: None)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     "The small site, built once for the tests that only look at it."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dp_companion.workbench.site.shutil.which", lambda name: None)
+        patch.setattr("dp_companion.site.site.shutil.which", lambda name: None)
         return build_site("nbs", root=make_clone(tmp_path_factory.mktemp("clone")))
 
 
@@ -282,7 +282,7 @@ def test_an_executed_notebook_stands_in_unless_its_run_did_not_finish(clone, cap
 
 def test_nothing_changed_nothing_built(built, monkeypatch):
     clone, before = built.parent, (built/"index.html").stat().st_mtime_ns
-    monkeypatch.setattr("dp_companion.workbench.site._build", lambda *_: pytest.fail("it was built again"))
+    monkeypatch.setattr("dp_companion.site.site._build", lambda *_: pytest.fail("it was built again"))
     write_notebook(clone/"nbs/index.ipynb", INDEX, papermill={"end_time": "later", "exception": None})
     assert build(clone) == built and (built/"index.html").stat().st_mtime_ns == before
 
@@ -330,7 +330,7 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
     out = shutil.copytree(built, clone/"_site")
     whole = sorted(path.relative_to(out) for path in out.rglob("*"))
     write_notebook(clone/"nbs/index.ipynb", ["# Changed"])
-    script = f"from dp_companion.workbench.site import build_site; print('go', flush=True); build_site('nbs', root={str(clone)!r})"
+    script = f"from dp_companion.site.site import build_site; print('go', flush=True); build_site('nbs', root={str(clone)!r})"
     for delay in (0.5, 2):
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         process.stdout.readline()
@@ -344,7 +344,7 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
 
 
 def test_what_is_no_leftover_of_a_build_stays(tmp_path):
-    from dp_companion.workbench.site import clear_leftovers
+    from dp_companion.site.site import clear_leftovers
     names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True, ".publicity-old-999999999": True, ".public-building-999999999": False, ".public-old-999999999": False}
     for name in names: (tmp_path/name).mkdir()
     clear_leftovers(tmp_path/"public")
@@ -358,7 +358,7 @@ def test_quarto_gets_a_project_that_lists_what_is_there(clone, monkeypatch):
     stand_in.write_text(f"#!{sys.executable}\nimport pathlib, sys\nproject = pathlib.Path(sys.argv[2])\n(project/'_site').mkdir()\n"
                         "(project/'_site/index.html').write_text(' '.join(sys.argv[1:]) + (project/'_quarto.yml').read_text())\n")
     stand_in.chmod(0o755)
-    monkeypatch.setattr("dp_companion.workbench.site.shutil.which", lambda name: str(stand_in))
+    monkeypatch.setattr("dp_companion.site.site.shutil.which", lambda name: str(stand_in))
     monkeypatch.setenv("PATH", f"{clone/'bin'}{os.pathsep}{os.environ['PATH']}")
     out = build_site("nbs", root=clone)
     said = (out/"index.html").read_text()

@@ -1,4 +1,4 @@
-"The workbench: losses, fairness, data sets, models, optimizers and learning rates, across modules and on files that go wrong."
+"Training: losses, fairness, data sets, models, optimizers and learning rates, across modules and on files that go wrong."
 import hashlib
 import io
 import math
@@ -24,18 +24,18 @@ from torchvision.datasets import utils as tvutils
 from dp_companion.algorithms.clipping import clip_rule
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.published import load
-from dp_companion.workbench import datasets, image_folders, melt_pools, models
-from dp_companion.workbench.datasets import load_cifar, load_dataset, load_image_folder, load_unbalanced_digits, thinned, where
-from dp_companion.workbench.fairness import fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
-from dp_companion.workbench.grid import PROFILES, method_values, profile_named
-from dp_companion.workbench.grid_adaptive import ADAPTIVE_PROFILES
-from dp_companion.workbench.losses import build_loss, focal_loss
-from dp_companion.workbench.models import build_model
-from dp_companion.workbench.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
-from dp_companion.workbench.planning import noise_schedule
-from dp_companion.workbench.records import spec_from_dict
-from dp_companion.workbench.run import KERNELS
-from dp_companion.workbench.training import train
+from dp_companion.training import datasets, image_folders, melt_pools, models
+from dp_companion.training.datasets import load_cifar, load_dataset, load_image_folder, load_unbalanced_digits, thinned, where
+from dp_companion.training.fairness import fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
+from dp_companion.papers.global_adapt_v2.grid import PROFILES, method_values, profile_named
+from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
+from dp_companion.training.losses import build_loss, focal_loss
+from dp_companion.training.models import build_model
+from dp_companion.training.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
+from dp_companion.training.planning import noise_schedule
+from dp_companion.training.records import spec_from_dict
+from dp_companion.training.run import KERNELS
+from dp_companion.training.training import train
 
 properties = settings(derandomize=True, max_examples=40, deadline=None)
 SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn", "small_resnet"]
@@ -433,7 +433,7 @@ def test_only_the_plateau_hears_the_public_loss():
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
 def test_an_mnist_that_is_not_the_published_one_is_refused(tmp_path, damage):
-    from dp_companion.workbench.datasets import MNIST_SHA256, load_mnist
+    from dp_companion.training.datasets import MNIST_SHA256, load_mnist
     raw = tmp_path/"MNIST"/"raw"
     raw.mkdir(parents=True)
     for name in MNIST_SHA256: (raw/name).write_bytes({"flipped": bytes(1000), "cut": b"\0\0", "empty": b""}[damage])
@@ -441,7 +441,7 @@ def test_an_mnist_that_is_not_the_published_one_is_refused(tmp_path, damage):
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
-    from dp_companion.workbench.run import read_checkpoint
+    from dp_companion.training.run import read_checkpoint
     torch.save({"weights": torch.zeros(5000)}, path := tmp_path/"checkpoint.pt")
     assert len(read_checkpoint(path)["weights"]) == 5000
     content = bytearray(path.read_bytes())
@@ -452,8 +452,8 @@ def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
 
 
 def test_a_cell_of_a_table_has_one_noise():
-    from dp_companion.workbench.records import RunRecord, RunSpec
-    from dp_companion.workbench.tables import summarise
+    from dp_companion.training.records import RunRecord, RunSpec
+    from dp_companion.papers.tables import summarise
     def record(seed, sigma):
         spec = RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", accounting="certified", noise_multiplier=sigma, target_epsilon=1., epochs=1, expected_batch_size=64, seed=seed)
         return RunRecord(spec=spec, epochs=[], final={"test_accuracy": .5}, budget={"claimed": None, "certified": {"pld": {"epsilon": 1/sigma}}, "empirical": None}, provenance={})
@@ -462,9 +462,9 @@ def test_a_cell_of_a_table_has_one_noise():
 
 
 def test_reference_records_are_found_from_a_folder_below(monkeypatch):
-    from dp_companion.workbench.tables import reference_of
+    from dp_companion.papers.tables import reference_of
     here = Path(__file__).parents[1]
-    monkeypatch.chdir(here/"nbs"/"experiments"/"sad") # As Jupyter does
+    monkeypatch.chdir(here/"nbs"/"papers"/"sad"/"experiments") # As Jupyter does
     below = reference_of("sad")
     monkeypatch.chdir(here)
     assert below and below == reference_of("sad") and reference_of("sad", Path("no/such/folder")) == []
@@ -475,7 +475,7 @@ def test_the_sampler_of_24_bits_stays_within_the_target():
     from dataclasses import replace
     from dp_companion.budgets.certified import certify
     from dp_companion.budgets.events import MechanismEvent
-    from dp_companion.workbench.tables import reference_of
+    from dp_companion.papers.tables import reference_of
     grid, found = 2**24, {}
     for r in reference_of("global_adapt_v2"):
         if r.spec.accounting == "certified" and r.spec.dataset == "mnist" and r.spec.method in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S"): found[r.spec.method, r.spec.target_epsilon] = r

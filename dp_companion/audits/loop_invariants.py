@@ -23,10 +23,10 @@ from .canaries import Directions, output_sum
 from .invariants import EXACT, Check, by_chance, by_size, reach, released
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
-from ..workbench.datasets import Dataset
-from ..workbench.records import RunSpec
-from ..workbench.planning import budget_report
-from ..workbench.run import Run, epoch
+from ..training.datasets import Dataset
+from ..training.records import RunSpec
+from ..training.planning import budget_report
+from ..training.run import Run, epoch
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
 def poisson_batches(

@@ -16,7 +16,7 @@ from .bounds import Finding, rates_bound
 from .canaries import audit_schedule
 from ..budgets.certified import verdict_of
 from ..budgets.events import MechanismEvent
-from ..workbench.records import RunRecord, record_path, write_json
+from ..training.records import RunRecord, record_path, write_json
 
 # %% ../../nbs/audits/runs.ipynb #f291713d
 def released_events(

@@ -18,12 +18,12 @@ from tqdm import tqdm
 from ..algorithms.private_step import PrivateStep
 from .bounds import finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
-from ..workbench.datasets import Dataset, load_dataset
-from ..workbench.optimizers import build_lr_scheduler, build_optimizer
-from ..workbench.records import RunSpec
-from ..workbench.evaluation import evaluate
-from ..workbench.planning import rule_at
-from ..workbench.run import Run, check_ledger, pinned_kernels, step
+from ..training.datasets import Dataset, load_dataset
+from ..training.optimizers import build_lr_scheduler, build_optimizer
+from ..training.records import RunSpec
+from ..training.evaluation import evaluate
+from ..training.planning import rule_at
+from ..training.run import Run, check_ledger, pinned_kernels, step
 
 # %% ../../nbs/audits/whole_runs.ipynb #d1f1f3bf
 def with_canaries(

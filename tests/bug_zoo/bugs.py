@@ -18,10 +18,10 @@ from dp_companion.audits.invariants import by_size, attacked_step, check_rule, c
 from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
 from dp_companion.budgets import certified
 from dp_companion.budgets.schedules import Constant, PoissonPlan
-from dp_companion.workbench import models, planning, run
-from dp_companion.workbench.datasets import Dataset
-from dp_companion.workbench.models import build_model
-from dp_companion.workbench.records import RunSpec
+from dp_companion.training import models, planning, run
+from dp_companion.training.datasets import Dataset
+from dp_companion.training.models import build_model
+from dp_companion.training.records import RunSpec
 
 
 # Patches
@@ -82,7 +82,7 @@ def small_run(seed, rule, **constants):
 
 
 def model_checks(seed):
-    "The small ShuffleNet as the workbench builds it, and a layer with running statistics."
+    "The small ShuffleNet as training builds it, and a layer with running statistics."
     images, labels = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(seed)), torch.tensor([0, 1, 0, 1])
     model, running = build_model("small_shufflenet", seed=seed, image_size=8), nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
     return unmixed_records(model, images), still_buffers(model, nn.CrossEntropyLoss(), images, labels), still_buffers(running, nn.CrossEntropyLoss(), images, labels)

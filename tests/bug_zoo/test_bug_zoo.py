@@ -13,7 +13,7 @@ from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.privacy_engine import PrivacyEngine
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.audits.invariants import ALARM
-from dp_companion.workbench.models import build_model
+from dp_companion.training.models import build_model
 
 ATTACK = "no attack beats the certificate"
 pytestmark = pytest.mark.filterwarnings("ignore")
