@@ -116,7 +116,7 @@ def test_a_finding_joins_the_report():
 def audited(name, sigma, draws, seed, confidence, kind="random"):
     import torch
     torch.set_num_threads(1)
-    return canaries.audit_step(rule_named(name), noise_multiplier=sigma, delta=DELTA, draws=draws, seed=seed, confidence=confidence, kind=kind, engine=engine).epsilon
+    return canaries.audit_step(rule_named(name), noise_multiplier=sigma, delta=DELTA, draws=draws, seed=seed, confidence=confidence, kind=kind).epsilon
 
 
 def in_two_processes(jobs):
