@@ -25,7 +25,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
 from dp_companion.algorithms.engines import norm_of
-from dp_companion.algorithms.private_optimizer import check_collate
+from dp_companion.algorithms.poisson_batches import check_collate
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import gaussian_events, per_step_multipliers
@@ -635,7 +635,7 @@ Named = namedtuple("Named", "logits, note")
 @pytest.mark.parametrize("kind", [lambda x: (x, None), lambda x: Named(x, "said"), lambda x: [x, torch.tensor(1.)]])
 def test_an_empty_batch_takes_any_output(engine, kind):
     _, model, optimizer, _ = private(dataset=flat_data(), model=Several(kind), engine=engine)
-    optimizer.current_pass.drawn.append((0, None))
+    optimizer.batches.current_pass.drawn.append((0, None))
     logits = model(torch.zeros(0, 6, dtype=torch.float64))[0]
     assert logits.shape == (0, 3)
     nn.CrossEntropyLoss(reduction="sum")(logits, torch.zeros(0, dtype=torch.long)).backward()
@@ -1220,8 +1220,8 @@ def test_counts_of_a_step_that_failed_are_taken_back():
     for _ in range(3):
         x, y = next(iter(loader))
         F.cross_entropy(module(x), y).backward()
-        rows, place = optimizer.current_pass.drawn[0]
-        optimizer.current_pass.drawn[0] = rows+1, place
+        rows, place = optimizer.batches.current_pass.drawn[0]
+        optimizer.batches.current_pass.drawn[0] = rows+1, place
         with pytest.raises(ValueError, match="rows fewer than were drawn"): optimizer.step(groups=torch.arange(len(x)) % 2)
         assert optimizer.clip_rule == before
 
@@ -1503,7 +1503,7 @@ def test_an_empty_batch_keeps_a_state_that_has_the_batch_behind():
         def forward(self, x): out, (h, c) = self.rnn(x[:, None]); return self.head(out[:, -1]), h
     for engine in ("book", "hooks"):
         _, module, optimizer, _ = private(dataset=flat_data(), model=Recurrent(), engine=engine)
-        optimizer.current_pass.drawn.append((0, None))
+        optimizer.batches.current_pass.drawn.append((0, None))
         logits, h = module(torch.zeros(0, 6, dtype=torch.float64))
         assert logits.shape == (0, 3) and h.shape == (1, 0, 4)
         F.cross_entropy(logits, torch.zeros(0).long(), reduction="sum").backward()
@@ -1683,7 +1683,7 @@ def test_a_failed_step_leaves_no_gradient():
     _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), engine="hooks")
     x, y = next(iter(loader))
     F.cross_entropy(module(x), y).backward()
-    drawn = optimizer.current_pass.drawn
+    drawn = optimizer.batches.current_pass.drawn
     drawn[0] = 0, drawn[0][1]
     with pytest.raises(ValueError, match="rows more than were drawn"): optimizer.step()
     assert not any(p.grad is not None for p in module.parameters())
@@ -1691,9 +1691,9 @@ def test_a_failed_step_leaves_no_gradient():
 
 def test_passes_without_a_step_are_counted_from_the_last_step():
     _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
-    optimizer.idle_passes = 999
+    optimizer.batches.idle_passes = 999
     x, y = next(iter(loader))
     F.cross_entropy(module(x), y).backward(); optimizer.step()
-    for _ in range(1000): optimizer.begin_pass()
-    with pytest.raises(ValueError, match="got 1000 passes without one"): [optimizer.begin_pass() for _ in range(2)]
+    for _ in range(1000): optimizer.batches.begin_pass()
+    with pytest.raises(ValueError, match="got 1000 passes without one"): [optimizer.batches.begin_pass() for _ in range(2)]
     next(iter(loader)) # Once refused, a loop may go on

@@ -5,17 +5,12 @@
 # %% auto #0
 __all__ = ['ONLY', 'check_options', 'check_criterion', 'check_processes', 'rule_of', 'schedule_of', 'records_of', 'check_once',
            'check_samples', 'batch_of', 'plan_of', 'check_pointwise', 'calibrated', 'PrivacyEngine', 'Recipe',
-           'check_schedules', 'check_bound', 'check_spent', 'unwrapped', 'read_checkpoint', 'check_readable',
-           'global_generators', 'put_back', 'check_fits']
+           'check_schedules', 'check_bound', 'check_spent', 'unwrapped', 'check_fits']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
-import io
-import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-import numpy as np
 import opacus
 import torch
 import torch.distributed as dist
@@ -23,16 +18,18 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
+from .checkpoints import check_holds, check_settings, random_states, read_checkpoint, restore_random, write_checkpoint
 from .clipping import RULES, ClipRule, CountingRule, Flat, clip_rule as named_rule
+from .ledger import Ledger
 from .noise import GaussianNoise, seeded_by_torch
-from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, collate_of, poisson_loader
+from .poisson_batches import PoissonBatches, collate_of, poisson_loader
+from .private_optimizer import PrivateOptimizer, bound_name
 from .private_step import PrivateStep, check_parameters
 from .tapes import TAPES, GhostCriterion, PrivateModule
 from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
-from ..budgets.events import MechanismEvent, gaussian_events
+from ..budgets.events import gaussian_events
 from ..budgets.rdp import smallest_scale
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, _real, _word
-from ..files import is_intact, write_whole
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #01bb02f0
 ONLY = { # An option of Opacus -> the value that is possible here, and what to do instead of another
@@ -67,7 +64,6 @@ def check_processes(module:nn.Module):
     "Refuse processes that would each train a model of their own, on all records, and each count one run."
     if dist.is_available() and dist.is_initialized() and dist.get_world_size()>1 and not isinstance(module, DistributedDataParallel):
         raise ValueError(f"module must be in torch.nn.parallel.DistributedDataParallel before make_private where {dist.get_world_size()} processes train, got {type(module).__name__}")
-
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #7d4c4976
 def rule_of(
@@ -133,7 +129,7 @@ def check_samples(data_loader:DataLoader):
 
 def batch_of(data_loader:DataLoader)->int|None: # None where the loader has no batch_size
     "The batch of all processes together, of which a DistributedSampler's loader has one process's share; a loader that an engine has returned keeps its own."
-    if isinstance(data_loader.batch_sampler, PoissonBatches): return data_loader.batch_sampler.optimizer.expected_batch_size
+    if isinstance(data_loader.batch_sampler, PoissonBatches): return data_loader.batch_sampler.plan.expected_batch_size
     return data_loader.batch_size and data_loader.batch_size*getattr(data_loader.sampler, "num_replicas", 1)
 
 def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)->PoissonPlan:
@@ -200,7 +196,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     @property
     def noise_source(self)->str: # secure or seeded; for records
-        return self.batches.label
+        return self.batches.source.label
 
     def get_epsilon(self, delta:float)->float: # Upper bound (nats)
         "What has been spent so far, as in Opacus."
@@ -316,15 +312,16 @@ def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of n
 def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, criterion, noise_generator)->tuple: # As `make_private`
     "Step, optimizer, loader and module of a recipe."
     collate = collate_of(data_loader) # Before anything is changed
-    noise, batches = self.sources(noise_generator, data_loader.generator)
+    noise, source = self.sources(noise_generator, data_loader.generator)
     private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule, expected_batch_size=recipe.plan.expected_batch_size,
         engine=recipe.engine, generator=noise.generator, secure_noise=noise.secure, kernels=recipe.kernels)
     private_step.engine = TAPES[recipe.engine](private_step.engine, recipe.is_mean)
-    self.target_delta, self.batches, self.first_rule = recipe.target_delta, batches, recipe.clip_rule
-    self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
-        bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
-    self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
-    loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches), collate)
+    self.target_delta, self.first_rule = recipe.target_delta, recipe.clip_rule
+    self.batches = PoissonBatches(recipe.plan, source, target_steps=recipe.target_steps, is_distributed=private_step.is_distributed,
+        fetched_ahead=data_loader.num_workers*(data_loader.prefetch_factor or 0))
+    self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, batches=self.batches, noise_schedule=recipe.noise_schedule,
+        bound_schedule=recipe.bound_schedule)
+    loader = poisson_loader(data_loader, self.batches, collate)
     self.workers_source = loader.generator # Decides what a data set's own randomness gives in worker processes
     module = PrivateModule(private_step.model, private_step.engine)
     module.privacy_ledger = self.accountant # Whoever else is given it can see what it has spent
@@ -338,51 +335,24 @@ def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the
     if delta is None and self.target_delta is None: raise ValueError("delta must be given where there is no target_delta, got delta=None")
     return budget_report(self.accountant.events, delta=self.target_delta if delta is None else delta)
 
-# %% ../../nbs/algorithms/privacy_engine.ipynb #382d2bd0
-def read_checkpoint(path)->dict:
-    "Read a checkpoint, executing nothing."
-    try:
-        if not is_intact(path): raise OSError("flipped bits")
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError: raise
-    except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__})") from None
-
-# %% ../../nbs/algorithms/privacy_engine.ipynb #54472e1e
-def check_readable(buffer:io.BytesIO):
-    "Refuse a checkpoint that could not be read again, before it takes the place of one that can."
-    buffer.seek(0)
-    try: torch.load(buffer, weights_only=True)
-    except Exception as error: raise ValueError(f"a checkpoint must hold tensors and plain values alone, got what torch does not read back ({str(error).splitlines()[0]}); turn NumPy's numbers into float or int") from None
-
 # %% ../../nbs/algorithms/privacy_engine.ipynb #54fce36f
-def global_generators()->dict: # Plain values and tensors
-    "Where torch's, NumPy's and Python's own generators are; of NumPy's only the usual kind."
-    numpy = np.random.get_state()
-    plain = [x.tolist() if isinstance(x, np.ndarray) else x for x in numpy] if isinstance(numpy, tuple) else None
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": plain}
-
-def put_back(state:dict):
-    "Let those generators go on from where they were; an older checkpoint has torch's alone."
-    torch.set_rng_state(state["torch"])
-    if "python" in state: random.setstate(state["python"])
-    if state.get("numpy"): np.random.set_state(tuple(state["numpy"]))
-
 @patch
 def settings(self:PrivacyEngine)->dict: # Plain values
     "What two runs must share for one to go on with the other."
     optimizer = self.optimizer
-    return {"dataset_size": optimizer.plan.dataset_size, "expected_batch_size": optimizer.plan.expected_batch_size,
+    return {"dataset_size": self.batches.plan.dataset_size, "expected_batch_size": self.batches.plan.expected_batch_size,
         "noise_schedule": repr(optimizer.noise_schedule), "bound_schedule": repr(optimizer.bound_schedule),
-        "target_steps": optimizer.target_steps, "clip_rule": repr(self.first_rule), "noise_source": self.noise_source,
+        "target_steps": self.batches.target_steps, "clip_rule": repr(self.first_rule), "noise_source": self.noise_source,
         "optimizer": type(optimizer.original_optimizer).__name__}
 
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
     "Ledger, place in the schedules, rule, kernels and generators."
     optimizer = self.optimizer
-    return {"settings": self.settings(), **global_generators(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
-        "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels,
-        "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place, self.workers_source.get_state()]}
+    return {"settings": self.settings(), **random_states(), "events": self.accountant.state_dict(),
+        **self.batches.state_dict(), "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels,
+        "sources": [] if self.batches.source.secure else
+            [optimizer.private_step.noise.generator.get_state(), self.workers_source.get_state()]}
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c62dc52b
 @patch
@@ -390,19 +360,15 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     "Take up a saved state in a fresh engine of the same settings."
     optimizer = self.optimizer
     if optimizer is None: raise ValueError("load_checkpoint must come after make_private, got an engine without an optimizer")
-    if len(self.accountant): raise ValueError(f"load_checkpoint must come before the first step, got {len(self.accountant)} steps in the ledger; to go on "
-        "from older weights, load them into the module, which leaves the ledger as it is")
-    for name, value in self.settings().items():
-        found = state["settings"].get(name, value) # A checkpoint from before it was kept may lack one
-        if found!=value: raise ValueError(f"{name} must be the checkpoint's {found}, got {name}={value}")
-    self.accountant.add(MechanismEvent(**e) for e in state["events"])
-    optimizer.steps_taken = state["steps_taken"]
-    optimizer.restart()
+    check_holds(state, ("settings", "events", "steps_taken", "place"))
+    check_settings(state["settings"], self.settings())
+    self.accountant.load_state_dict(state["events"])
+    self.batches.load_state_dict(state)
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
     optimizer.tape.kernels.update(state["kernels"])
-    put_back(state)
+    restore_random(state)
     if state["sources"]:
-        noise, optimizer.place, workers = state["sources"]
+        noise, workers = state["sources"]
         optimizer.private_step.noise.generator.set_state(noise)
         self.workers_source.set_state(workers)
 
@@ -423,7 +389,6 @@ def check_fits(checkpoint:dict, module, optimizer):
     groups = [[len(g["params"]) for g in state["param_groups"]] for state in (optimizer.state_dict(), checkpoint["optimizer_state_dict"])]
     if groups[0]!=groups[1]: raise ValueError(f"checkpoint must be of an optimizer with parameters in groups of {groups[0]}, got {groups[1]}")
 
-
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bd
 @patch
 def save_checkpoint(self:PrivacyEngine, *,
@@ -436,10 +401,7 @@ def save_checkpoint(self:PrivacyEngine, *,
     if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between two steps, got one that is begun")
     state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(), "optimizer_state_dict": optimizer.state_dict(),
         "privacy_state_dict": self.state_dict()}
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    check_readable(buffer)
-    write_whole(Path(path), buffer.getvalue())
+    write_checkpoint(path, state)
 
 @patch
 def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule, optimizer:PrivateOptimizer)->dict: # The whole checkpoint

@@ -4,38 +4,32 @@
 
 # %% auto #0
 __all__ = ['SMALL_STAGES', 'BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'build_layer', 'stopping_flag', 'row_weight',
-           'gradient_events', 'layer_report', 'plain_report', 'Learner', 'SanitizedRun', 'Bounded', 'PublicHead',
-           'PrivateBelow', 'released', 'rows_below', 'epoch_rows', 'sanitized_epoch', 'class_weights', 'close_epoch',
-           'train_sanitized', 'checked_layer']
+           'gradient_events', 'layer_report', 'plain_report', 'fused_optimizer', 'Learner', 'SanitizedRun', 'Bounded',
+           'PublicHead', 'train_below', 'kernels_below', 'released', 'rows_below', 'epoch_rows', 'class_weights',
+           'close_epoch', 'PlainRun', 'sanitization_run']
 
 # %% ../../nbs/training/sanitized.ipynb #033b9d26
 import math
-import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 import torch
 from fastcore.basics import patch
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from ..algorithms.clipping import CountingRule
 from ..algorithms.early_stopping import Flag, ReleasedStd, SlopeFlag, TrendFlag, follow_weights
-from ..algorithms.private_step import PrivateStep
 from ..algorithms.sanitization import SanitizationLayer, model_report, pooled_rows, random_below, sanitization_cnn, sanitization_resnet18
 from ..budgets.certified import BudgetReport, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
 from ..budgets.schedules import Constant, PoissonPlan
-from .datasets import DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, RGB_STD, Dataset, load_dataset
-from .losses import build_loss
+from .datasets import DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, RGB_STD, Dataset
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
-from .records import RunRecord, RunSpec, record_path
+from .records import RunSpec
 from .evaluation import evaluate, finite
-from .planning import cached, check_target, poisson_plan, rule_at
 from .steering import known_rule
-from .run import Run, check_ledger, check_same_size, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
+from .run import PoissonTraining, Run, check_ledger, epoch_steps, stream, stream_seed
 
 # %% ../../nbs/training/sanitized.ipynb #76ec65ba
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
@@ -165,6 +159,14 @@ def plain_report(
     return BudgetReport(certified=certify(events, delta=spec.delta, accountants=("pld",), neighbouring_relation="replace_one"), claimed=claim, events=events, **unit)
 
 # %% ../../nbs/training/sanitized.ipynb #b59ea161
+def fused_optimizer(
+    spec:RunSpec, # Which optimizer, and its rate
+    parameters, # That learn
+)->torch.optim.Optimizer:
+    "The optimizer of a run with a layer, fused where torch can."
+    fused = dict(fused=True) if spec.optimizer != "rmsprop" else {}
+    return OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate, weight_decay=spec.weight_decay, **fused)
+
 class Learner:
     "An ordinary optimizer and its learning-rate schedule."
     def __init__(self,
@@ -172,8 +174,7 @@ class Learner:
         parameters, # That learn
         steps:int, # Of the whole run
     ):
-        fused = dict(fused=True) if spec.optimizer != "rmsprop" else {}
-        self.optimizer = OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate, weight_decay=spec.weight_decay, **fused)
+        self.optimizer = fused_optimizer(spec, parameters)
         self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer, learning_rate=spec.learning_rate, steps=steps)
 
     def state_dict(self)->dict: # Of both
@@ -187,32 +188,33 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
 
 # %% ../../nbs/training/sanitized.ipynb #adab3050
-class SanitizedRun:
+class SanitizedRun(Run):
     "The state of one run with a sanitization layer between two epochs."
-    def __init__(self,
-        spec:RunSpec, # With a sanitization layer
-        data:Dataset, # Its data
-    ):
-        self.spec, self.data, self.plan, self.loss = spec, data, poisson_plan(spec, data), build_loss(spec.loss)
-        self.sampling, self.noise, self.secret = (torch.Generator().manual_seed(stream_seed(spec.seed, purpose)) for purpose in ("sampling", "noise", "secret"))
+    def build(self):
+        "The network, the layer, and what learns below and above it."
+        spec, self.device = self.spec, "cpu"
+        self.sampling, self.noise = stream(spec, "sampling"), stream(spec, "noise")
         self.layer = build_layer(spec, self.noise)
-        self.model = build_layered(spec, data, self.layer)
-        self.watch, self.flag = ReleasedStd(self.layer), stopping_flag(spec)
-        self.weights = class_weights(self)
-        self.counts, self.released, self.raw, self.seen = torch.zeros(self.plan.dataset_size, dtype=torch.long), 0, None, None
+        self.model = build_layered(spec, self.data, self.layer)
+        self.watch, self.flag, self.weights = ReleasedStd(self.layer), stopping_flag(spec), class_weights(self)
+        self.counts = torch.zeros(self.plan.dataset_size, dtype=torch.long)
+        self.released, self.raw, self.seen = 0, None, None
         self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
         learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
         self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
-        self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
-        self.epochs, self.nonprivate_nonfinite_samples, self.device = [], 0, "cpu"
+        self.training = train_below(self) if spec.layer_below == "dp_sgd" else None
 
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up
         "Whether the run ends here."
-        return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
+        is_up = self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"]
+        return len(self.epochs) == self.spec.epochs or is_up
+    @property
+    def nonprivate_nonfinite_samples(self)->int: # For the page only
+        return self.training.nonprivate_nonfinite_samples if self.training else 0
 
-# %% ../../nbs/training/sanitized.ipynb #a00a9a94
+# %% ../../nbs/training/sanitized.ipynb #3522c23a
 @patch
 def count(self:SanitizedRun,
     layer:SanitizationLayer, # The run's
@@ -223,26 +225,22 @@ def count(self:SanitizedRun,
     if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
     self.released += len(inputs[0])
 
-# %% ../../nbs/training/sanitized.ipynb #3522c23a
 @patch
-def state(self:SanitizedRun)->dict: # Of tensors and plain values
-    "All that changes between epochs."
-    parts = {name: getattr(self, name).get_state() for name in ("sampling", "noise", "secret")}
-    return parts | {"model": self.model.state_dict(), "learner": self.learner.state_dict(), "private": self.private and self.private.state_dict(), "epochs": self.epochs,
-                    "stds": self.watch.epochs, "counts": self.counts, "released": self.released, "seen": self.seen, "nonfinite": self.nonprivate_nonfinite_samples}
+def parts(self:SanitizedRun)->dict: # Of tensors and plain values
+    "What changes between epochs, besides the network."
+    return {"sampling": self.sampling.get_state(), "noise": self.noise.get_state(), "learner": self.learner.state_dict(),
+            "training": self.training and self.training.state_dict(), "stds": self.watch.epochs, "counts": self.counts,
+            "released": self.released, "seen": self.seen}
 
 @patch
-def load(self:SanitizedRun,
-    state:dict, # From `state`
+def load_parts(self:SanitizedRun,
+    state:dict, # From `parts`
 ):
     "Take up a saved state."
-    check_same_size(len(state["counts"]), self.plan.dataset_size)
-    if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
-    for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
-    self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])
-    if self.private: self.private.load_state_dict(state["private"])
-    self.epochs, self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("epochs", "stds", "counts", "released", "seen"))
-    self.nonprivate_nonfinite_samples = state["nonfinite"]
+    for name in ("sampling", "noise"): getattr(self, name).set_state(state[name])
+    self.learner.load_state_dict(state["learner"])
+    if self.training: self.training.load_state_dict(state["training"])
+    self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("stds", "counts", "released", "seen"))
 
 # %% ../../nbs/training/sanitized.ipynb #0d914bf2
 class Bounded(nn.Module):
@@ -255,61 +253,25 @@ class PublicHead(nn.Module):
     def __init__(self, head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head, {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
     def forward(self, rows): return self.current(rows)
 
-# %% ../../nbs/training/sanitized.ipynb #e6e764bd
-class PrivateBelow:
+# %% ../../nbs/training/sanitized.ipynb #4975ece0
+def train_below(
+    run:SanitizedRun, # Whose layers below learn
+)->PoissonTraining: # As any other private run, on secret batches of its own
     "DP-SGD on the layers below the noise."
-    def __init__(self,
-        run:SanitizedRun, # Whose layers below learn
-    ):
-        spec, model = run.spec, run.model
-        network = nn.Sequential()
-        for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
-        self.learner, self.ledger = Learner(spec, model.below.parameters(), run.plan.steps), []
-        self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
-                                generator=run.noise, kernels=self.kernels(network, spec))
+    spec, model, network = run.spec, run.model, nn.Sequential()
+    for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
+    optimizer = fused_optimizer(spec, model.below.parameters())
+    return PoissonTraining(spec, run.data, run.plan, model=network, optimizer=optimizer, loss=run.loss,
+        sampling=stream(spec, "secret"), noise=run.noise, kernels=kernels_below(network, spec))
 
-# %% ../../nbs/training/sanitized.ipynb #1aca2838
-@patch
-def state_dict(self:PrivateBelow)->dict: # Of learner and ledger
-    "What changes with every step."
-    return {"learner": self.learner.state_dict(), "ledger": self.ledger}
-
-@patch
-def load_state_dict(self:PrivateBelow,
-    state:dict, # From `state_dict`
-):
-    "Take up a saved state."
-    self.learner.load_state_dict(state["learner"])
-    self.ledger = state["ledger"]
-
-# %% ../../nbs/training/sanitized.ipynb #cb3161c7
-@patch
-def kernels(self:PrivateBelow,
+def kernels_below(
     network:nn.Sequential, # What DP-SGD steps on
     spec:RunSpec, # The run
 )->dict|None: # Layer name to kernel; None for Opacus's engines
     "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
     if spec.engine != "book": return None
-    return {name: "matrices" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
-
-@patch
-def batches(self:PrivateBelow,
-    run:SanitizedRun, # Its plan and its secret generator
-    e:int, # Epoch, from 0
-): # An iterable of lists of indices, as many as the epoch has steps
-    "The secret batches of one epoch."
-    return UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.secret, steps=int(run.plan.steps_per_epoch[e]))
-
-@patch
-def __call__(self:PrivateBelow,
-    run:SanitizedRun, # The same
-    indices:list, # Of one secret batch; may be empty
-):
-    "One step, counted before it is released."
-    self.ledger.append(run.spec.noise_multiplier)
-    report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
-    self.learner.lr.step()
-    run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
+    kernel = "matrices" if "resnet" in spec.model else "grouped"
+    return {name: kernel for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
 # %% ../../nbs/training/sanitized.ipynb #9dd23146
 def released(
@@ -336,30 +298,28 @@ def epoch_rows(
         if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone), labels)
         run.seen = rows if run.seen is None else run.seen
         return run.seen
-    if run.raw is None or run.private: run.raw = rows_below(run) # stays in this process
+    if run.raw is None or run.training: run.raw = rows_below(run) # stays in this process
     rows = released(run, run.raw, everyone)
-    run.seen = rows if run.seen is None or run.private else run.seen + rows # features that do not change are averaged
-    run.model.head.start(run.seen/(1 if run.private else len(run.epochs) + 1), labels)
+    run.seen = rows if run.seen is None or run.training else run.seen + rows # features that do not change are averaged
+    run.model.head.start(run.seen/(1 if run.training else len(run.epochs) + 1), labels)
     return rows
 
 # %% ../../nbs/training/sanitized.ipynb #bc87e9f3
-def sanitized_epoch(
-    run:SanitizedRun, # Its next epoch is trained
-):
-    "One epoch, its metrics appended."
-    e, labels, losses = len(run.epochs), run.data.train_labels, []
-    run.model.train()
-    for poisson in (run.private.batches(run, e) if run.private else ()): run.private(run, poisson)
-    is_printed = run.spec.layer_below == "trained"
-    rows = None if is_printed else epoch_rows(run)
-    for indices in torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.spec.expected_batch_size):
-        seen = released(run, run.model.below(run.data.train_images[indices]), indices) if is_printed else rows[indices]
-        loss = (run.loss(run.model.head(seen), labels[indices], reduction="none")*run.weights[labels[indices]]).mean()
-        run.learner.optimizer.zero_grad()
+@patch
+def train_epoch(self:SanitizedRun):
+    "Train one epoch, and append its metrics."
+    labels, losses, learner, is_printed = self.data.train_labels, [], self.learner, self.spec.layer_below == "trained"
+    self.model.train()
+    if self.training: epoch_steps(self.training)
+    rows = None if is_printed else epoch_rows(self)
+    for indices in torch.randperm(self.plan.dataset_size, generator=self.sampling).split(self.spec.expected_batch_size):
+        seen = released(self, self.model.below(self.data.train_images[indices]), indices) if is_printed else rows[indices]
+        loss = (self.loss(self.model.head(seen), labels[indices], reduction="none")*self.weights[labels[indices]]).mean()
+        learner.optimizer.zero_grad()
         loss.backward()
-        run.learner.optimizer.step(); run.learner.lr.step()
+        learner.optimizer.step(); learner.lr.step()
         losses.append(loss.detach()*len(indices))
-    close_epoch(run, {"nonprivate_train_loss": finite(torch.stack(losses).sum().item()/run.plan.dataset_size)})
+    close_epoch(self, {"nonprivate_train_loss": finite(torch.stack(losses).sum().item()/self.plan.dataset_size)})
 
 def class_weights(
     run:SanitizedRun, # With its labels, which are public
@@ -381,38 +341,34 @@ def close_epoch(
     if run.spec.layer_bound_ratio is not None: follow_weights(run.layer, weight, bound_ratio=run.spec.layer_bound_ratio)
     run.epochs.append(metrics | evaluate(run.model, run.data, run.loss))
 
-# %% ../../nbs/training/sanitized.ipynb #4a9d9c25
-def train_sanitized(
-    spec:RunSpec, # Of paper `sanitization`, without a record yet
-    runs:Path=Path("runs"), # Folder of runs
-    data:Dataset|None=None, # Its data; loaded where None
-)->RunRecord: # Resumed at its last epoch, or trained from the start
-    "The record of a run of paper `sanitization`; `training.train` comes here."
-    started, data = time.time(), data or load_dataset(spec.dataset)
-    has_layer = spec.layer_below is not None
-    run, one_epoch = (SanitizedRun(spec, data), sanitized_epoch) if has_layer else (Run(spec, data), epoch)
-    report = layer_report(spec, run.plan, run.model) if has_layer else plain_report(spec, run.plan, cached(certify, runs))
-    check_target(spec, report)
-    checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
-    if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
-    while not (run.is_over if has_layer else len(run.epochs) == spec.epochs):
-        one_epoch(run)
-        save_checkpoint(run, checkpoint)
-    if not has_layer: check_ledger(run)
-    else: report = checked_layer(run, report)
-    return finish(run, report, runs, started)
-
 # %% ../../nbs/training/sanitized.ipynb #d753e507
-def checked_layer(
-    run:SanitizedRun, # That is over
+@patch
+def report(self:SanitizedRun, certify=certify)->BudgetReport: # Of all its epochs
+    "Claimed and certified, as planned."
+    return layer_report(self.spec, self.plan, self.model)
+
+@patch
+def checked(self:SanitizedRun,
     planned:BudgetReport, # Of all its epochs
 )->BudgetReport: # Its claim for the epochs that ran
     "The budget of a run that is over; rows and gradients must have been released as they were counted."
-    expected = run.spec.layer_releases or len(run.epochs)
-    if not (run.counts == expected).all() or run.released != expected*len(run.counts):
-        raise RuntimeError(f"released rows must be {expected} of every record, got {int(run.counts.min())} to {int(run.counts.max())}, {run.released} in all; this run certifies nothing")
-    accounted = [e.noise_multiplier for e in gradient_events(run.spec, run.plan) for _ in range(e.steps)][:int(run.plan.steps_per_epoch[:len(run.epochs)].sum())]
-    if run.private and run.private.ledger != accounted:
-        raise RuntimeError(f"applied noise multipliers must equal the {len(accounted)} accounted ones, got {len(run.private.ledger)} that differ; this run certifies nothing")
-    if len(run.epochs) == run.spec.epochs: return planned
-    return replace(planned, claimed=(claim := layer_report(run.spec, run.plan, run.model, epochs=len(run.epochs)).claimed), preconditions=claim.preconditions)
+    epochs, count = len(self.epochs), len(self.counts)
+    expected = self.spec.layer_releases or epochs
+    if not (self.counts == expected).all() or self.released != expected*count:
+        raise RuntimeError(f"released rows must be {expected} of every record, got {int(self.counts.min())} to {int(self.counts.max())}, {self.released} in all; this run certifies nothing")
+    if self.training: check_ledger(self.training, int(self.plan.steps_per_epoch[:epochs].sum()))
+    if epochs == self.spec.epochs: return planned
+    claim = layer_report(self.spec, self.plan, self.model, epochs=epochs).claimed
+    return replace(planned, claimed=claim, preconditions=claim.preconditions)
+
+# %% ../../nbs/training/sanitized.ipynb #a02c415b
+class PlainRun(Run):
+    "A run of paper `sanitization` whose network has no layer: DP-SGD, or no privacy."
+    def report(self, certify=certify)->BudgetReport: return plain_report(self.spec, self.plan, certify)
+
+def sanitization_run(
+    spec:RunSpec, # Of paper `sanitization`
+    data:Dataset, # Its data
+)->Run:
+    "The run of a spec, with the sanitization layer where the spec has one."
+    return PlainRun(spec, data) if spec.layer_below is None else SanitizedRun(spec, data)
