@@ -134,7 +134,7 @@ class MarkedRun(Run):
             raise ValueError(f"clip_rule must be one without groups for gradient canaries, got clip_rule={spec.clip_rule!r}")
         self.network, pinned = build_network(spec, channels, side, self.data.classes), pinned_kernels(spec, side)
         self.model = BesideNetwork(self.network, self.shape, self.marks)
-        kernels = {f"network.{layer}": kernel for layer, kernel in pinned.items()} if pinned else None
+        kernels = {f"network.{layer}": kernel for layer, kernel in pinned.items()}
         self.training = self.build_training(self.model, loss_beside(self, self.loss, self.data.classes), kernels)
 
 # %% ../../nbs/audits/whole_runs.ipynb #67b9f886

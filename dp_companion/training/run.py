@@ -35,12 +35,15 @@ from .steering import check_step, followed_report, following_noise, rule_of_step
 
 # %% ../../nbs/training/run.ipynb #d2e7530c
 _SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else "matrices" for unit in (4, 5) for at in ("left.0", "left.2", "right.0", "right.3", "right.5")}
+_RESNET50 = {"conv1": "matrices"} | {f"layer{k}.0.downsample.0": "matrices" for k in (1, 2, 3, 4)} | {
+    f"layer{k}.{i}.conv{j}": "matrices" for k, blocks in ((1, 3), (2, 4), (3, 6), (4, 3)) for i in range(blocks) for j in (1, 2, 3)}
 KERNELS = {
     **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "half_sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
     **{("mnist_cnn", side): {"0": "matrices", "3": "matrices"} for side in (8, 28)},
     ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
     ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"}, ("cifar_cnn", 32): {"0": "matrices", "3": "grouped", "6": "matrices"},
     **{("small_shufflenet", side): _SHUFFLENET for side in (24, 200)},
+    ("resnet50", 224): _RESNET50,
     ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, # only a linear classifier learns, for which there is one way
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
 
@@ -48,10 +51,10 @@ KERNELS = {
 def pinned_kernels(
     spec:RunSpec, # The run
     side:int, # Of its images, in pixels
-)->dict|None: # Layer to kernel; None for Opacus's engines, which have no choice
-    "The kernels that make a run of the fast engine repeat to the bit."
-    if spec.engine != "book": return None
-    if (spec.model, side) not in KERNELS: raise ValueError(f"engine must be hooks or ghost for a model without pinned kernels at {side} pixels, got engine='book' with model={spec.model!r}")
+)->dict: # Layer to kernel
+    "The kernels that make a run repeat to the bit."
+    if spec.engine != "book": raise ValueError(f"engine must be 'book', got engine={spec.engine!r}: runs have one way to clip")
+    if (spec.model, side) not in KERNELS: raise ValueError(f"model must have pinned kernels at {side} pixels, got model={spec.model!r}; add it to KERNELS")
     return KERNELS[spec.model, side]
 
 # %% ../../nbs/training/run.ipynb #4e22fb04
@@ -108,7 +111,7 @@ def build_step(
     rule = rule_at(spec, 0, training.data.classes)
     if spec.clip_rule == "batch": return BatchStep(model, optimizer, clip_rule=rule, generator=training.noise)
     return PrivateStep(model, optimizer, clip_rule=rule, expected_batch_size=spec.expected_batch_size,
-                       engine=spec.engine, generator=training.noise, kernels=kernels)
+                       generator=training.noise, kernels=kernels)
 
 # %% ../../nbs/training/run.ipynb #8b997adc
 def account(

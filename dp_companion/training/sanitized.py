@@ -267,9 +267,9 @@ def train_below(
 def kernels_below(
     network:nn.Sequential, # What DP-SGD steps on
     spec:RunSpec, # The run
-)->dict|None: # Layer name to kernel; None for Opacus's engines
+)->dict: # Layer name to kernel
     "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
-    if spec.engine != "book": return None
+    if spec.engine != "book": raise ValueError(f"engine must be 'book', got engine={spec.engine!r}: runs have one way to clip")
     kernel = "matrices" if "resnet" in spec.model else "grouped"
     return {name: kernel for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
