@@ -231,7 +231,7 @@ def test_counts_are_paid_for_by_the_target_or_it_is_refused(accountant):
     rule = GlobalAdapt(max_grad_norm=.5, count_noise=1.5)
     def asked(target): return private(PrivacyEngine(accountant=accountant), "make_private_with_epsilon", target_epsilon=target, target_delta=1e-4, epochs=2, clip_rule=rule)
     _, _, optimizer, _ = asked(12.)
-    events = gaussian_events(optimizer.noise_schedule, optimizer.plan)
+    events = gaussian_events(optimizer.noise_schedule, optimizer.batches.plan)
     assert 12*.998 < certify(rule.joint_events(events), delta=1e-4, accountants=(accountant,))[accountant].epsilon <= 12
     assert certify(events, delta=1e-4, accountants=(accountant,))[accountant].epsilon < 11  # the gradient alone has less than the whole
     with pytest.raises(ValueError, match="target_epsilon must be more than the .* that the rule's own counts spend"): asked(1.)
@@ -588,7 +588,7 @@ def test_a_loader_that_is_shared_gives_one_share_of_a_batch(processes):
     shared = DataLoader(made, batch_size=4, sampler=DistributedSampler(made, num_replicas=processes, rank=0))
     own = flat_network()
     _, optimizer, _ = PrivacyEngine().make_private(module=own, optimizer=torch.optim.SGD(own.parameters(), lr=.1), data_loader=shared, noise_multiplier=1.)
-    assert optimizer.expected_batch_size == 4*processes and optimizer.plan.sample_rate == 4*processes/len(made)
+    assert optimizer.expected_batch_size == 4*processes and optimizer.batches.plan.sample_rate == 4*processes/len(made)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_written(tmp_path):
@@ -1269,7 +1269,7 @@ def test_a_collate_function_with_a_generator_of_its_own_is_warned_of():
         x, y = torch.utils.data.default_collate(records)
         share = own.uniform(.3, .7)
         return share*x + (1-share)*x[torch.from_numpy(own.permutation(len(x)))], y
-    with pytest.warns(UserWarning, match="nobody looks whether it mixes records"): check_collate(mixed, [(torch.randn(6), k) for k in range(5)])
+    with pytest.warns(UserWarning, match="nobody checks whether it mixes records"): check_collate(mixed, [(torch.randn(6), k) for k in range(5)])
 
 
 def test_two_passes_at_once_are_refused_where_workers_hold_all_of_one():

@@ -23,8 +23,9 @@ def write_checkpoint(
     torch.save(state, buffer)
     buffer.seek(0)
     try: torch.load(buffer, weights_only=True)
-    except Exception as error: raise ValueError("a checkpoint must hold tensors and plain values alone, got "
-        f"what torch does not read back ({str(error).splitlines()[0]}); turn NumPy's numbers into float or int") from None
+    except Exception as error: raise ValueError("a checkpoint must hold tensors and plain values "
+        f"alone, got what torch does not read back ({str(error).splitlines()[0]}); turn "
+        "NumPy's numbers into float or int") from None
     write_whole(Path(path), buffer.getvalue())
 
 def read_checkpoint(
@@ -35,8 +36,8 @@ def read_checkpoint(
         if not is_intact(path): raise OSError("flipped bits")
         return torch.load(path, weights_only=True, map_location="cpu")
     except FileNotFoundError: raise
-    except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot "
-        f"read ({type(error).__name__}); delete that file and run again") from None
+    except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch "
+        f"cannot read ({type(error).__name__}); delete that file and run again") from None
 
 # %% ../../nbs/algorithms/checkpoints.ipynb #c069aa56
 def check_settings(
@@ -46,8 +47,8 @@ def check_settings(
     "Refuse a checkpoint of other settings."
     for name, value in now.items():
         found = saved.get(name, value)
-        if found!=value: raise ValueError(f"{name} must be the checkpoint's {found}, got {name}={value}; "
-            "go on with the same, or delete the checkpoint and begin anew")
+        if found!=value: raise ValueError(f"{name} must be the checkpoint's {found}, got "
+            f"{name}={value}; go on with the same, or delete the checkpoint and begin anew")
 
 def check_holds(
     state:dict, # As read
@@ -55,8 +56,8 @@ def check_holds(
 ):
     "Refuse a file that is no checkpoint of this kind, or of an earlier version."
     missing = sorted(set(names) - set(state))
-    if missing: raise ValueError(f"checkpoint must hold {', '.join(missing)}, got one of an earlier version "
-        "or of something else; delete it, and the run starts anew")
+    if missing: raise ValueError(f"checkpoint must hold {', '.join(missing)}, got one of an "
+        "earlier version or of something else; delete it, and the run starts anew")
 
 # %% ../../nbs/algorithms/checkpoints.ipynb #a65ec948
 def random_states()->dict: # Plain values and tensors

@@ -26,7 +26,8 @@ class Ledger:
         self.accountant = _word("accountant", accountant, ("pld", "rdp"))
         self._runs = [] # [event of one step, how often]
 
-    def __len__(self): return sum(steps for _, steps in self._runs) # As in Opacus: the number of steps
+    # As in Opacus: the number of steps
+    def __len__(self): return sum(steps for _, steps in self._runs)
 
     def add(self,
         events, # Of `MechanismEvent`
@@ -67,7 +68,8 @@ def get_epsilon(self:Ledger,
 )->float: # Upper bound (nats)
     "The certified epsilon of the steps so far."
     from dp_companion.budgets.certified import certify # The accounting library is slow to import
-    return certify(self.events, delta=delta, accountants=(self.accountant,))[self.accountant].epsilon
+    return certify(self.events, delta=delta, accountants=(self.accountant,))[
+        self.accountant].epsilon
 
 @patch
 def mechanism(self:Ledger)->str: # As in Opacus
@@ -84,6 +86,6 @@ def load_state_dict(self:Ledger,
     state:list, # From `state_dict`
 ):
     "Go on from a checkpoint, in a ledger without steps."
-    if len(self): raise ValueError("load_checkpoint must come before the first step, "
-        f"got {len(self)} steps in the ledger; to go on from older weights, load them into the module")
+    if len(self): raise ValueError("load_checkpoint must come before the first step, got "
+        f"{len(self)} steps in the ledger; to go on from older weights, load them into the module")
     self.add(MechanismEvent(**event) for event in state)

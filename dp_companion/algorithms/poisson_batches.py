@@ -116,7 +116,8 @@ def steps_left(self:PoissonBatches)->int:
 @patch
 def __len__(self:PoissonBatches)->int: # Of a pass that has begun, all; else those to come
     began = self.current_pass.began
-    return self.steps_left + (self.steps_taken-began if self.plan.epoch_of(began)==self.epoch else 0)
+    return self.steps_left + (self.steps_taken-began if self.plan.epoch_of(began)==self.epoch
+        else 0)
 
 @patch
 def __iter__(self:PoissonBatches):
@@ -132,10 +133,10 @@ def __iter__(self:PoissonBatches):
         raise
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #c913c26b
-TWO_PASSES = ("a pass over the returned data loader must end before the next begins, got two at once, "
-    "which would draw the same batches twice; look at records through a loader of your own")
-_NO_STEP = ("every batch of the returned data loader must have its optimizer.step, an empty one too, "
-    "got {}; do not skip a batch by its length or its loss")
+TWO_PASSES = ("a pass over the returned data loader must end before the next begins, got two at "
+    "once, which would draw the same batches twice; look at records through a loader of your own")
+_NO_STEP = ("every batch of the returned data loader must have its optimizer.step, an empty one "
+    "too, got {}; do not skip a batch by its length or its loss")
 
 @patch
 def begin_pass(self:PoissonBatches)->Pass:
@@ -146,7 +147,7 @@ def begin_pass(self:PoissonBatches)->Pass:
     self.idle_passes = 0 if is_used else self.idle_passes + 1
     if self.idle_passes>1000:
         self.idle_passes = 0
-        raise ValueError(_NO_STEP.format("1000 passes without one, which begin with the same batch"))
+        raise ValueError(_NO_STEP.format("1000 passes without one, which begin alike"))
     self.restart()
     self.return_unused(unused)
     return self.current_pass
@@ -170,9 +171,9 @@ def return_unused(self:PoissonBatches,
 def check_target(self:PoissonBatches):
     "Refuse what would go beyond the target."
     if self.target_steps is not None and self.steps_taken>=self.target_steps:
-        raise ValueError(f"training must stop after the {self.target_steps} steps that target_epsilon "
-            "pays for, got one more; give make_private_with_epsilon more epochs, and look at records "
-            "through a loader of your own")
+        raise ValueError(f"training must stop after the {self.target_steps} steps that "
+            "target_epsilon pays for, got one more; give make_private_with_epsilon more epochs, "
+            "and look at records through a loader of your own")
 
 @patch
 def check_used(self:PoissonBatches,
@@ -181,16 +182,17 @@ def check_used(self:PoissonBatches,
 ):
     "Refuse a loop that leaves a batch out: a decision on raw data."
     if waiting>1+ahead: raise ValueError(_NO_STEP.format(f"{waiting-1} without one") +
-        ", fetch none before the last has had its step, and look at records through a loader of your own")
+        ", fetch none before the last has had its step, and look at records through a loader of "
+        "your own")
 
 @patch
 def check_step(self:PoissonBatches):
     "Refuse a step that has no batch of its own, or none left."
     self.check_target()
     current = self.current_pass
-    if not current.drawn: raise ValueError("every optimizer.step must have a batch of its own from the "
-        "returned data loader, got a step without one; a second step on one batch, or on a batch from "
-        "elsewhere, is not what the accountant certifies")
+    if not current.drawn: raise ValueError("every optimizer.step must have a batch of its own from "
+        "the returned data loader, got a step without one; a second step on one batch, or on a "
+        "batch from elsewhere, is not what the accountant certifies")
     self.check_used(current.handed_out-current.finished)
     self.check_used(len(current.drawn), self.fetched_ahead) # Where another loader stands between
 
@@ -231,7 +233,8 @@ class PoissonLoader(DataLoader):
         batches, current = self.batch_sampler, None
         for batch in super().__iter__():
             current = current or batches.current_pass
-            if current is not batches.current_pass: raise ValueError(TWO_PASSES) # Workers may hold a pass
+            # Workers may hold a pass
+            if current is not batches.current_pass: raise ValueError(TWO_PASSES)
             current.handed_out += 1
             yield batch
 
@@ -266,7 +269,8 @@ def _mixes(collate, own, others:list, seed:int)->bool: # Of two others or more
     alone, again, *beside = (_rows(collate, batch, seed) for batch in batches)
     if len({*map(len, (alone, again, *beside))})!=1: return False
     return any((len(w), len(z))==(1, 2) and is_same(z, xs[0])
-        and all(_differ(x, y) for x, y in combinations(xs, 2)) for w, z, *xs in zip(alone, again, *beside))
+        and all(_differ(x, y) for x, y in combinations(xs, 2)) for w, z,
+        *xs in zip(alone, again, *beside))
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #469ed291
 def check_collate(
@@ -275,15 +279,18 @@ def check_collate(
 ):
     "Refuse a collate function in which one record has a part in another record's row."
     if len(dataset)<3: return
-    with kept_randomness(torch.device("cpu")): records = [dataset[k] for k in range(min(len(dataset), 4))]
+    with kept_randomness(torch.device("cpu")): records = [dataset[k]
+        for k in range(min(len(dataset), 4))]
     others = [records[:k] + records[k+1:] for k in range(len(records))]
-    if any(_mixes(collate, own, rest, seed) for seed in range(8) for own, rest in zip(records, others)):
-        raise ValueError("collate_fn must not mix records, which lets one move several rows, got a row "
-            "that depends on another record; leave out MixUp and its like, and what is the same for a batch")
+    if any(_mixes(collate, own, rest, seed) for seed in range(8) for own,
+        rest in zip(records, others)):
+        raise ValueError("collate_fn must not mix records, which lets one move several rows, got a "
+            "row that depends on another record; leave out MixUp and its like, and what is the "
+            "same for a batch")
     if not all(map(is_same, *(_rows(collate, records, 0) for _ in range(2)))):
-        warnings.warn("collate_fn must give the same batch for the same random numbers, got another, so "
-            "that nobody checks whether it mixes records; let it draw from torch's, NumPy's or Python's "
-            "own generators", stacklevel=2)
+        warnings.warn("collate_fn must give the same batch for the same random numbers, got "
+            "another, so that nobody checks whether it mixes records; let it draw from torch's, "
+            "NumPy's or Python's own generators", stacklevel=2)
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #ad1a3872
 def collate_of(
@@ -294,7 +301,7 @@ def collate_of(
     first = collate([data_loader.dataset[0]]) # Here it learns the shape of a batch
     check_collate(data_loader.collate_fn, data_loader.dataset)
     try: collate([])
-    except (TypeError, IndexError) as error: raise ValueError("data_loader must give batches that can be "
-        f"empty, got a {type(first).__name__} of which none could be made ({error}); "
-        "use tensors, alone or in tuples, lists and dicts") from None
+    except (TypeError, IndexError) as error: raise ValueError("data_loader must give batches that "
+        f"can be empty, got a {type(first).__name__} of which none could be made "
+        f"({error}); use tensors, alone or in tuples, lists and dicts") from None
     return collate

@@ -24,8 +24,9 @@ def guard(
     "Let an optimizer step for the last private step that it was given to, and not by itself."
     if hasattr(optimizer, "guard"): optimizer.guard.remove()
     def refuse(optimizer, args, kwargs):
-        if not private_step.is_stepping: raise ValueError("optimizer.step must be called on the optimizer "
-            "that make_private returned, got the one that it was given, whose steps are accounted nowhere")
+        if not private_step.is_stepping: raise ValueError("optimizer.step must be called on the "
+            "optimizer that make_private returned, got the one that it was given, whose steps are "
+            "accounted nowhere")
     optimizer.guard = optimizer.register_step_pre_hook(refuse)
 
 def _refuse_setting(name:str, schedule:str, value):
@@ -43,30 +44,37 @@ class PrivateOptimizer(torch.optim.Optimizer):
         ledger:Ledger, # Where steps are accounted
         batches:PoissonBatches, # What each step takes its batch from
         noise_schedule:Schedule, # sigma by epoch or by step
-        bound_schedule:Schedule|None=None, # Of the rule's upper bound where it has one, else of max_grad_norm
+        bound_schedule:Schedule|None=None, # Of the rule's upper bound, else of max_grad_norm
     ):
         self.private_step, self.ledger, self.batches = private_step, ledger, batches
         self._noise_schedule, self._bound_schedule = noise_schedule, bound_schedule
-        self.original_optimizer, self.tape, self.report = private_step.optimizer, private_step.engine, None
-        self.rows_left, self.rule_before = 0, None # rule_before: the rule of a step that is not done
+        self.original_optimizer, self.tape = private_step.optimizer, private_step.engine
+        self.report = None # Of the last step
+        # rule_before: the rule of a step that is not done
+        self.rows_left, self.rule_before = 0, None
         guard(self.original_optimizer, private_step)
         self.guard = self.original_optimizer.guard
-        self.original_optimizer.privacy_ledger = ledger # Whoever else is given it can see what it has spent
+        # Whoever else is given it can see what it has spent
+        self.original_optimizer.privacy_ledger = ledger
         batches.listeners.append(self.drop)
     steps_taken = property(lambda self: self.batches.steps_taken, doc="Steps so far.")
     epoch = property(lambda self: self.batches.epoch, doc="Epoch of the next step, from 0.")
-    expected_batch_size = _fixed("expected_batch_size", lambda self: self.batches.plan.expected_batch_size)
+    expected_batch_size = _fixed("expected_batch_size",
+        lambda self: self.batches.plan.expected_batch_size)
     clip_rule = _fixed("clip_rule", lambda self: self.private_step.clip_rule)
     noise_schedule = _fixed("noise_schedule", lambda self: self._noise_schedule)
     bound_schedule = _fixed("bound_schedule", lambda self: self._bound_schedule)
-    noise_multiplier = _fixed("noise_multiplier", lambda self: self.at(self._noise_schedule), "noise_schedule")
-    max_grad_norm = _fixed("max_grad_norm", lambda self: self.clip_rule.max_grad_norm, "bound_schedule")
+    noise_multiplier = _fixed("noise_multiplier", lambda self: self.at(self._noise_schedule),
+        "noise_schedule")
+    max_grad_norm = _fixed("max_grad_norm", lambda self: self.clip_rule.max_grad_norm,
+        "bound_schedule")
     param_groups = property(lambda self: self.original_optimizer.param_groups)
     state = property(lambda self: self.original_optimizer.state)
     defaults = property(lambda self: self.original_optimizer.defaults)
 
-    def __reduce_ex__(self, protocol): raise TypeError("a private optimizer must not be copied or pickled, "
-        "since steps of the copy would be accounted nowhere; use save_checkpoint of its PrivacyEngine")
+    def __reduce_ex__(self, protocol): raise TypeError("a private optimizer must not be copied or "
+        "pickled, since steps of the copy would be accounted nowhere; use save_checkpoint of its "
+        "PrivacyEngine")
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #c913c26a
 @patch
@@ -95,8 +103,8 @@ def bound_name(rule:ClipRule)->str: # The field that a bound schedule moves
 @patch
 def begin(self:PrivateOptimizer):
     "Account for the next step, then begin it."
-    if self.guard is not self.original_optimizer.guard: raise ValueError("optimizer must be the one of the "
-        "last make_private, got an earlier one of the same parameters")
+    if self.guard is not self.original_optimizer.guard: raise ValueError("optimizer must be the "
+        "one of the last make_private, got an earlier one of the same parameters")
     self.batches.check_step()
     sigma, bounds = self.noise_multiplier, self.bound_schedule
     if bounds is not None:
@@ -108,7 +116,8 @@ def begin(self:PrivateOptimizer):
     self.private_step.begin(sigma)
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #97387a18
-_ROWS = "the passes of one step must hold the records of its batch once, got {} rows {} than were drawn; {}"
+_ROWS = ("the passes of one step must hold the records of its batch once, "
+    "got {} rows {} than were drawn; {}")
 
 @patch
 def check_rows_left(self:PrivateOptimizer, batch_size:int):
@@ -120,8 +129,8 @@ def check_rows_left(self:PrivateOptimizer, batch_size:int):
 @patch
 def check_all_rows(self:PrivateOptimizer):
     "Refuse fewer rows than the batch has records: a row is no record, or one was left out."
-    if self.rows_left: raise ValueError(_ROWS.format(self.rows_left, "fewer", "give the module all of the "
-        "batch, with the batch in front, and have collate_fn keep every record"))
+    if self.rows_left: raise ValueError(_ROWS.format(self.rows_left, "fewer", "give the module all "
+        "of the batch, with the batch in front, and have collate_fn keep every record"))
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #0c8102b5
 @patch
@@ -132,11 +141,11 @@ def check_ready(self:PrivateOptimizer, groups:Tensor|None)->int: # The rows that
         raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
     self.batches.check_used(len(current.skips), self.batches.fetched_ahead)
     if current.is_failed: raise ValueError("every batch of the returned data loader must have its "
-        "optimizer.step, an empty one too, got a step after one that failed; begin another pass, in which "
-        "its batch comes again")
-    if current.skips and current.is_left: raise ValueError("a pass over a BatchMemoryManager's loader must "
-        "be held until its steps are done, got a step after its iterator was dropped, as by "
-        "next(iter(loader)); look at records through a loader of your own")
+        "optimizer.step, an empty one too, got a step after one that failed; begin another pass, "
+        "in which its batch comes again")
+    if current.skips and current.is_left: raise ValueError("a pass over a BatchMemoryManager's "
+        "loader must be held until its steps are done, got a step after its iterator was dropped, "
+        "as by next(iter(loader)); look at records through a loader of your own")
     return batch_size
 
 @patch
@@ -176,7 +185,8 @@ def step(self:PrivateOptimizer,
 @patch
 def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
     "Forget the last forward and backward pass; the sums of a batch in pieces stay."
-    if self.tape.is_filled: self.tape.clear() # A forward pass alone stays: many loops call this after it
+    # A forward pass alone stays: many loops call this after it
+    if self.tape.is_filled: self.tape.clear()
     for group in self.param_groups:
         for p in group["params"]: p.grad = None
 
@@ -186,8 +196,9 @@ def add_param_group(self:PrivateOptimizer, group):
 
 @patch(as_prop=True)
 def _step_supports_amp_scaling(self:PrivateOptimizer):
-    raise ValueError("optimizer.step must be called without a GradScaler, whose factor depends on raw "
-        "gradients, got one; leave it out, since layers compute in their parameters' own precision")
+    raise ValueError("optimizer.step must be called without a GradScaler, whose factor depends on "
+        "raw gradients, got one; leave it out, since layers compute in their parameters' own "
+        "precision")
 
 @patch
 def state_dict(self:PrivateOptimizer): return self.original_optimizer.state_dict()

@@ -29,14 +29,18 @@ def with_canaries(
     kind:str, # mislabelled or blank
     generator:torch.Generator, # Of the choice and of the labels
 )->tuple[Dataset,Tensor]: # The data with canaries, and their positions (canaries,)
-    "Give some training images a wrong label; blank ones lose their image too, each to a brightness of its own."
+    "Give some training images a wrong label; blank ones lose their image too."
     count = len(data.train_labels)
-    if kind not in ("mislabelled", "blank"): raise ValueError(f"kind must be one of mislabelled, blank, got kind={kind!r}")
-    if not 2 <= canaries <= count: raise ValueError(f"canaries must be from 2 to the {count} training images, got canaries={canaries}")
+    if kind not in ("mislabelled", "blank"): raise ValueError("kind must be one of mislabelled, "
+        f"blank, got kind={kind!r}")
+    if not 2 <= canaries <= count: raise ValueError(f"canaries must be from 2 to the {count} "
+        f"training images, got canaries={canaries}")
     positions = torch.randperm(count, generator=generator)[:canaries]
     images, labels = data.train_images.clone(), data.train_labels.clone()
-    labels[positions] = (labels[positions] + torch.randint(1, data.classes, (canaries,), generator=generator)) % data.classes
-    if kind == "blank": images[positions] = torch.linspace(float(images.min()), float(images.max()), canaries).view(-1, *[1]*(images.dim() - 1))
+    labels[positions] = (labels[positions] + torch.randint(1, data.classes, (canaries,),
+        generator=generator)) % data.classes
+    if kind == "blank": images[positions] = torch.linspace(float(images.min()), float(images.max()),
+        canaries).view(-1, *[1]*(images.dim() - 1))
     return replace(data, train_images=images, train_labels=labels, train_units=None), positions
 
 # %% ../../nbs/audits/whole_runs.ipynb #56889fba
@@ -47,10 +51,13 @@ def clipped_gradients(
 )->Tensor: # (canaries, parameters)
     "What each canary would add to the next sum of gradients."
     weights = {name: p.detach() for name, p in run.model.named_parameters()}
-    loss = lambda weights, image, label: run.loss(functional_call(run.model, weights, image[None]), label[None])
-    gradients = torch.cat([g.flatten(1) for g in vmap(grad(loss), (None, 0, 0))(weights, images, labels).values()], 1)
+    loss = lambda weights, image, label: run.loss(functional_call(run.model, weights, image[None]),
+        label[None])
+    gradients = torch.cat(
+        [g.flatten(1) for g in vmap(grad(loss), (None, 0, 0))(weights, images, labels).values()], 1)
     rule = run.training.step.clip_rule
-    return gradients*rule.scale(gradients.norm(dim=1), labels if rule.needs_groups else None)[:, None]
+    return gradients*rule.scale(gradients.norm(dim=1), labels if rule.needs_groups else None)[:,
+        None]
 
 # %% ../../nbs/audits/whole_runs.ipynb #1e13251d
 class ImageCanaries:
@@ -69,7 +76,8 @@ class ImageCanaries:
         self.included = torch.rand(canaries, generator=generator) < .5
         kept = torch.ones(len(data.train_labels), dtype=torch.bool)
         kept[positions[~self.included]] = False
-        self.run = Run(spec, data, taking_part=replace(data, train_images=data.train_images[kept], train_labels=data.train_labels[kept]))
+        self.run = Run(spec, data, taking_part=replace(data, train_images=data.train_images[kept],
+            train_labels=data.train_labels[kept]))
         self.before = self.losses()
 
     @torch.no_grad()
@@ -79,9 +87,11 @@ class ImageCanaries:
 
     def watch(self): # A function of the next release, (parameters,), and its report, to (canaries,)
         "Look at the canaries' gradients before a step; score its release after it."
-        if self.run.training.step.clip_rule is None: return lambda released, report: torch.zeros(len(self.labels))
+        if self.run.training.step.clip_rule is None: return lambda released, report: torch.zeros(
+            len(self.labels))
         own = clipped_gradients(self.run, self.images, self.labels)
-        return lambda released, report: (own @ released - own.square().sum(1)/2)/(report.sensitivity*report.noise_multiplier)**2
+        return lambda released, report: (own @ released - own.square().sum(1)/2)/(
+            report.sensitivity*report.noise_multiplier)**2
 
     @property
     def black_box(self)->np.ndarray: # (canaries,) in nats
@@ -97,7 +107,8 @@ class BesideNetwork(nn.Module):
         canaries:int, # m
     ):
         super().__init__()
-        self.network, self.shape, self.canaries = network, tuple(shape), nn.Linear(canaries, 1, bias=False)
+        self.network, self.shape, self.canaries = network, tuple(shape), nn.Linear(canaries, 1,
+            bias=False)
 
     def forward(self, rows:Tensor)->Tensor: # (batch, pixels + canaries) to (batch, classes + 1)
         images, marks = rows.tensor_split([rows.shape[1] - self.canaries.in_features], 1)
@@ -107,12 +118,15 @@ class BesideNetwork(nn.Module):
 def marked_rows(
     data:Dataset, # Training images and labels
     included:Tensor, # (canaries,) bool
-)->Dataset: # Rows (n + included, pixels + canaries) whose last columns mark a canary; its label is the number of classes
+)->Dataset: # Rows (n + included, pixels + canaries); a canary's label: classes
     "Images without a mark, and then marks without an image."
     m, images = len(included), data.train_images.flatten(1)
     marks = torch.eye(m)[included]
-    rows = torch.cat([torch.cat([images, torch.zeros(len(images), m)], 1), torch.cat([torch.zeros(len(marks), images.shape[1]), marks], 1)])
-    return replace(data, train_images=rows, train_labels=torch.cat([data.train_labels, torch.full((len(marks),), data.classes)]), train_units=None)
+    rows = torch.cat([torch.cat([images, torch.zeros(len(images), m)], 1),
+        torch.cat([torch.zeros(len(marks), images.shape[1]), marks], 1)])
+    return replace(data, train_images=rows,
+        train_labels=torch.cat([data.train_labels, torch.full((len(marks),), data.classes)]),
+        train_units=None)
 
 # %% ../../nbs/audits/whole_runs.ipynb #d92542f1
 class MarkedRun(Run):
@@ -131,15 +145,18 @@ class MarkedRun(Run):
         "The network as without canaries, and the layer beside it."
         spec, (channels, _, side) = self.spec, self.shape
         if not self.is_private or rule_at(spec, 0, self.data.classes).needs_groups:
-            raise ValueError(f"clip_rule must be one without groups for gradient canaries, got clip_rule={spec.clip_rule!r}")
-        self.network, pinned = build_network(spec, channels, side, self.data.classes), pinned_kernels(spec, side)
+            raise ValueError("clip_rule must be one without groups for gradient canaries, got "
+                f"clip_rule={spec.clip_rule!r}")
+        self.network, pinned = build_network(spec, channels, side,
+            self.data.classes), pinned_kernels(spec, side)
         self.model = BesideNetwork(self.network, self.shape, self.marks)
         kernels = {f"network.{layer}": kernel for layer, kernel in pinned.items()}
-        self.training = self.build_training(self.model, loss_beside(self, self.loss, self.data.classes), kernels)
+        self.training = self.build_training(self.model,
+            loss_beside(self, self.loss, self.data.classes), kernels)
 
 # %% ../../nbs/audits/whole_runs.ipynb #67b9f886
 class GradientCanaries:
-    "A run that is about to train on images and on canaries with a parameter each, in by a coin each."
+    "A run that is about to train on images, and on canaries with a parameter each."
     black_box = None # a gradient has no loss to look at
     def __init__(self,
         spec:RunSpec, # The run; its rule without groups
@@ -149,12 +166,14 @@ class GradientCanaries:
         seed:int, # Of the coins
     ):
         self.included = torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < .5
-        self.run = MarkedRun(spec, data, taking_part=marked_rows(data, self.included), shape=data.train_images.shape[1:])
+        self.run = MarkedRun(spec, data, taking_part=marked_rows(data, self.included),
+            shape=data.train_images.shape[1:])
 
     def watch(self): # A function of the next release, (parameters,), and its report, to (canaries,)
         "The log-likelihood ratio of each canary's own coordinate."
         q = self.run.plan.sample_rate
-        return lambda released, report: log_likelihood_ratio(released[-len(self.included):, None]/report.sensitivity, report.noise_multiplier, q)
+        return lambda released, report: log_likelihood_ratio(
+            released[-len(self.included):, None]/report.sensitivity, report.noise_multiplier, q)
 
 # %% ../../nbs/audits/whole_runs.ipynb #a0edfe5d
 def loss_beside(
@@ -162,10 +181,11 @@ def loss_beside(
     loss, # Of the network
     classes:int, # The label of canaries
 ): # A function of outputs (batch, classes + 1) and labels (batch,) to losses (batch,)
-    "The network's loss for images; for canaries their own output, as large as the rule lets through most of."
+    "The network's loss for images; for canaries their output, scaled for the rule."
     def losses(outputs, labels):
         of_images = loss(outputs[:, :-1], labels.clamp(max=classes - 1), reduction="none")
-        return torch.where(labels == classes, outputs[:, -1]*worst_norm(run.training.step.clip_rule), of_images)
+        return torch.where(labels == classes,
+            outputs[:, -1]*worst_norm(run.training.step.clip_rule), of_images)
     return losses
 
 # %% ../../nbs/audits/whole_runs.ipynb #0614b345
@@ -189,10 +209,14 @@ def attack_training(
     data:Dataset|None=None, # Its data; loaded where None
 )->Attacked:
     "Train `spec` once with canaries, and score each of them (NHTJ23, SNJ23)."
-    if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got kind={kind!r}")
-    if spec.adapt_to or spec.layer_below: raise ValueError(f"spec must be of a run with scheduled noise on gradients alone, got method={spec.method!r}")
+    if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got "
+        f"kind={kind!r}")
+    if spec.adapt_to or spec.layer_below: raise ValueError("spec must be of a run with scheduled "
+        f"noise on gradients alone, got method={spec.method!r}")
     data = data or load_dataset(spec.dataset)
-    target = GradientCanaries(spec, data, canaries=canaries, seed=seed) if kind == "gradient" else ImageCanaries(spec, data, canaries=canaries, kind=kind, seed=seed)
+    target = GradientCanaries(spec, data, canaries=canaries,
+        seed=seed) if kind == "gradient" else ImageCanaries(spec, data, canaries=canaries,
+        kind=kind, seed=seed)
     scores = scores_of_steps(target)
     return Attacked(included=target.included.numpy(), white_box=scores, black_box=target.black_box,
                     test_accuracy=evaluate(target.run.network, data)["test_accuracy"])
@@ -221,10 +245,11 @@ def findings(
     delta:float, # In (0, 1)
     guesses:int|None=None, # r, named before the attack; None: a fifth of the canaries
     confidence:float=.95, # Of each bound, in (0, 1)
-    method:str="one_run", # one_run, or one_run_gaussian, which takes each canary's two worlds for Gaussian
+    method:str="one_run", # one_run, or one_run_gaussian for Gaussian worlds
 )->dict: # "white box" and, for images, "black box", to Finding
     "Guess the highest scores in and the lowest out, and bound epsilon by how many are right."
     seen = {"white box": attacked.white_box, "black box": attacked.black_box}
     guesses = guesses or max(1, len(attacked.included)//5)
-    return {name: finding_from_guesses(s - np.median(s), attacked.included, guesses=guesses, delta=delta, confidence=confidence, method=method)
-            for name, s in seen.items() if s is not None}
+    return {name: finding_from_guesses(s - np.median(s), attacked.included, guesses=guesses,
+        delta=delta, confidence=confidence, method=method) for name, s in seen.items()
+        if s is not None}

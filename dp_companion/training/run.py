@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..algorithms.adaptive_noise import BatchStep, following_state, gradient_energy, load_following, released_loss
+from dp_companion.algorithms.adaptive_noise import (BatchStep, following_state, gradient_energy,
+    load_following, released_loss)
 from ..algorithms.checkpoints import check_holds, check_settings, write_checkpoint
 from ..algorithms.engines import per_sample_losses
 from ..algorithms.ledger import Ledger
@@ -25,26 +26,34 @@ from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport, certify
 from ..budgets.schedules import PoissonPlan
 from .datasets import Dataset
-from .evaluation import bounds, evaluate, evaluate_auc, further_metrics, nonprivate_means
+from dp_companion.training.evaluation import (bounds, evaluate, evaluate_auc, further_metrics,
+    nonprivate_means)
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
 from .planning import budget_report, noise_schedule, poisson_plan, rule_at
-from .records import RunRecord, RunSpec, digest, provenance, record_path, write_json
-from .steering import check_step, followed_report, following_noise, rule_of_step, stage_bounds
+from dp_companion.training.records import (RunRecord, RunSpec, digest, provenance, record_path,
+    write_json)
+from dp_companion.training.steering import (check_step, followed_report, following_noise,
+    rule_of_step, stage_bounds)
 
 # %% ../../nbs/training/run.ipynb #d2e7530c
-_SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else "matrices" for unit in (4, 5) for at in ("left.0", "left.2", "right.0", "right.3", "right.5")}
-_RESNET50 = {"conv1": "matrices"} | {f"layer{k}.0.downsample.0": "matrices" for k in (1, 2, 3, 4)} | {
-    f"layer{k}.{i}.conv{j}": "matrices" for k, blocks in ((1, 3), (2, 4), (3, 6), (4, 3)) for i in range(blocks) for j in (1, 2, 3)}
+_SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else
+    "matrices" for unit in (4, 5) for at in ("left.0", "left.2", "right.0", "right.3", "right.5")}
+_RESNET50 = {"conv1": "matrices"} | {f"layer{k}.0.downsample.0": "matrices"
+    for k in (1, 2, 3, 4)} | {f"layer{k}.{i}.conv{j}": "matrices" for k,
+    blocks in ((1, 3), (2, 4), (3, 6), (4, 3)) for i in range(blocks) for j in (1, 2, 3)}
 KERNELS = {
-    **{(name, side): {"below.0": "grouped", "below.3": "grouped", "below.6": "grouped"} for name in ("sanitization_cnn", "half_sanitization_cnn", "small_sanitization_cnn") for side in (8, 28, 32)},
+    **{(f"{size}sanitization_cnn", side): {f"below.{k}": "grouped" for k in (0, 3, 6)}
+       for size in ("", "half_", "small_") for side in (8, 28, 32)},
     **{("mnist_cnn", side): {"0": "matrices", "3": "matrices"} for side in (8, 28)},
-    ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"}, ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
-    ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"}, ("cifar_cnn", 32): {"0": "matrices", "3": "grouped", "6": "matrices"},
+    ("unbalanced_mnist_cnn", 8): {"0": "grouped", "4": "gram"},
+    ("unbalanced_mnist_cnn", 28): {"0": "matrices", "4": "grouped"},
+    ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
+    ("cifar_cnn", 32): {"0": "matrices", "3": "grouped", "6": "matrices"},
     **{("small_shufflenet", side): _SHUFFLENET for side in (24, 200)},
     ("resnet50", 224): _RESNET50,
-    ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, # only a linear classifier learns, for which there is one way
+    ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, # Only a linear layer learns
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
 
 # %% ../../nbs/training/run.ipynb #89fb912b
@@ -53,8 +62,10 @@ def pinned_kernels(
     side:int, # Of its images, in pixels
 )->dict: # Layer to kernel
     "The kernels that make a run repeat to the bit."
-    if spec.engine != "book": raise ValueError(f"engine must be 'book', got engine={spec.engine!r}: runs have one way to clip")
-    if (spec.model, side) not in KERNELS: raise ValueError(f"model must have pinned kernels at {side} pixels, got model={spec.model!r}; add it to KERNELS")
+    if spec.engine != "book": raise ValueError("engine must be 'book', got "
+        f"engine={spec.engine!r}: runs have one way to clip")
+    if (spec.model, side) not in KERNELS: raise ValueError("model must have pinned kernels at "
+        f"{side} pixels, got model={spec.model!r}; add it to KERNELS")
     return KERNELS[spec.model, side]
 
 # %% ../../nbs/training/run.ipynb #4e22fb04
@@ -66,11 +77,13 @@ class OrdinaryStep:
 
     def __call__(self, loss_fn, inputs, targets, *, noise_multiplier=0., groups=None)->StepReport:
         self.optimizer.zero_grad()
-        losses = per_sample_losses(loss_fn, self.model(inputs), targets) if len(targets) else torch.zeros(0, requires_grad=True)
+        losses = per_sample_losses(loss_fn, self.model(inputs), targets) if len(
+            targets) else torch.zeros(0, requires_grad=True)
         (losses.sum()/self.expected_batch_size).backward()
         self.optimizer.step()
-        return StepReport(noise_multiplier=0., sensitivity=math.inf, noise_std=0., nonprivate_norms=torch.zeros(len(losses)),
-                          nonprivate_scales=torch.ones(len(losses)), nonprivate_losses=losses.detach())
+        return StepReport(noise_multiplier=0., sensitivity=math.inf, noise_std=0.,
+            nonprivate_norms=torch.zeros(len(losses)), nonprivate_scales=torch.ones(len(losses)),
+            nonprivate_losses=losses.detach())
 
 # %% ../../nbs/training/run.ipynb #e3ad8800
 class PoissonTraining:
@@ -91,14 +104,16 @@ class PoissonTraining:
         self.spec, self.data, self.plan, self.device = spec, data, plan, device
         self.model, self.optimizer, self.loss, self.noise = model, optimizer, loss, noise
         is_private = spec.clip_rule != "none"
-        self.multipliers = plan.per_step(noise_schedule(spec, plan)) if is_private else np.zeros(plan.steps)
+        self.multipliers = plan.per_step(noise_schedule(spec, plan)) if is_private else np.zeros(
+            plan.steps)
         self.bounds, self.following = stage_bounds(spec, plan), following_noise(spec, plan)
         self.ledger, self.nonprivate_nonfinite_samples = Ledger(), 0
         self.watchers = [] # Called before each step; what they give back is called with its report
-        self.batches = PoissonBatches(plan, GaussianNoise(generator=sampling), draw=draw_by_generator,
-            target_steps=plan.steps, records=len(data.train_labels))
+        self.batches = PoissonBatches(plan, GaussianNoise(generator=sampling),
+            draw=draw_by_generator, target_steps=plan.steps, records=len(data.train_labels))
         self.step = build_step(self, kernels)
-        self.lr = build_lr_scheduler(spec.lr_scheduler, optimizer, learning_rate=spec.learning_rate, steps=plan.steps)
+        self.lr = build_lr_scheduler(spec.lr_scheduler, optimizer, learning_rate=spec.learning_rate,
+            steps=plan.steps)
 
 # %% ../../nbs/training/run.ipynb #d84bec02
 def build_step(
@@ -109,9 +124,10 @@ def build_step(
     spec, model, optimizer = training.spec, training.model, training.optimizer
     if spec.clip_rule == "none": return OrdinaryStep(model, optimizer, spec.expected_batch_size)
     rule = rule_at(spec, 0, training.data.classes)
-    if spec.clip_rule == "batch": return BatchStep(model, optimizer, clip_rule=rule, generator=training.noise)
-    return PrivateStep(model, optimizer, clip_rule=rule, expected_batch_size=spec.expected_batch_size,
-                       generator=training.noise, kernels=kernels)
+    if spec.clip_rule == "batch": return BatchStep(model, optimizer, clip_rule=rule,
+        generator=training.noise)
+    return PrivateStep(model, optimizer, clip_rule=rule,
+        expected_batch_size=spec.expected_batch_size, generator=training.noise, kernels=kernels)
 
 # %% ../../nbs/training/run.ipynb #8b997adc
 def account(
@@ -122,7 +138,8 @@ def account(
     training.batches.check_step()
     if training.following: training.ledger.add((training.following.event(noise_multiplier),))
     elif training.spec.clip_rule != "none":
-        training.ledger.add_step(training.step.clip_rule, noise_multiplier, training.plan.sample_rate)
+        training.ledger.add_step(training.step.clip_rule, noise_multiplier,
+            training.plan.sample_rate)
     training.batches.begin_step()
 
 def step(
@@ -135,11 +152,14 @@ def step(
     looks = [watch() for watch in training.watchers]
     account(training, noise_multiplier)
     rule = training.step.clip_rule = rule_of_step(training.step.clip_rule, training.bounds, t)
-    images, labels = (x[indices].to(training.device) for x in (data.train_images, data.train_labels))
+    images, labels = (x[indices].to(training.device)
+        for x in (data.train_images, data.train_labels))
     groups = labels if getattr(rule, "needs_groups", False) else None
-    report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
-    if report.noise_multiplier != noise_multiplier: raise RuntimeError("applied noise multiplier must equal "
-        f"the accounted {noise_multiplier}, got {report.noise_multiplier}; this run certifies nothing")
+    report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier,
+        groups=groups)
+    if report.noise_multiplier != noise_multiplier: raise RuntimeError("applied noise multiplier "
+        f"must equal the accounted {noise_multiplier}, got {report.noise_multiplier}; this run "
+        "certifies nothing")
     check_step(report, rule, training.bounds, t)
     training.batches.end_step()
     for look in looks: look(report)
@@ -163,14 +183,16 @@ def signal_of(
     "What a step released for the noise to follow."
     spec = training.spec
     if spec.adapt_to == "gradient_norm": return gradient_energy(training.model, report.noise_std)
-    return released_loss(report.nonprivate_losses, bound=2*math.log(training.data.classes), noise_multiplier=spec.signal_noise,
-                         expected_batch_size=spec.expected_batch_size, generator=training.noise)
+    return released_loss(report.nonprivate_losses, bound=2*math.log(training.data.classes),
+        noise_multiplier=spec.signal_noise, expected_batch_size=spec.expected_batch_size,
+        generator=training.noise)
 
 def epoch_steps(
     training:PoissonTraining, # Between two epochs
 )->list: # One `StepReport` a step
     "The steps of the next epoch; fewer where a filter ends the run."
-    return [step(training, batch, sigma) for batch, sigma in zip(training.batches, multipliers_ahead(training))]
+    return [step(training, batch, sigma) for batch,
+        sigma in zip(training.batches, multipliers_ahead(training))]
 
 # %% ../../nbs/training/run.ipynb #1aeaca42
 def planned_ledger(
@@ -194,10 +216,12 @@ def check_ledger(
     planned, taken = planned_ledger(training, steps), training.batches.steps_taken
     if following: steps = len(planned)
     if taken != steps or training.ledger.events != planned.events:
-        raise RuntimeError(f"applied noise multipliers must equal the {steps} {'granted' if following else 'accounted'} ones, "
-                           f"got {taken} that differ; this run certifies nothing")
-    if following and not following.filter.spent <= following.filter.target_epsilon: raise RuntimeError("filter must stay "
-        f"within {following.filter.target_epsilon}, got {following.filter.spent}; this run certifies nothing")
+        raise RuntimeError(f"applied noise multipliers must equal the {steps} "
+            f"{'granted' if following else 'accounted'} ones, got {taken} that differ; this run "
+            "certifies nothing")
+    if following and not following.filter.spent <= following.filter.target_epsilon: raise RuntimeError(
+        f"filter must stay within {following.filter.target_epsilon}, got "
+        f"{following.filter.spent}; this run certifies nothing")
 
 # %% ../../nbs/training/run.ipynb #f47bbf06
 @patch
@@ -205,9 +229,10 @@ def state_dict(self:PoissonTraining)->dict: # Plain values and tensors
     "All that changes from step to step, but for the network."
     following = self.following and following_state(self.following)
     rule = self.step.clip_rule and asdict(self.step.clip_rule)
-    return {"optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict(), "rule": rule, "following": following,
-            "ledger": self.ledger.state_dict(), "batches": self.batches.state_dict(), "noise": self.noise.get_state(),
-            "nonfinite": self.nonprivate_nonfinite_samples}
+    return {"optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict(), "rule": rule,
+        "following": following, "ledger": self.ledger.state_dict(),
+        "batches": self.batches.state_dict(),
+        "noise": self.noise.get_state(), "nonfinite": self.nonprivate_nonfinite_samples}
 
 @patch
 def load_state_dict(self:PoissonTraining,
@@ -246,7 +271,8 @@ def build_network(
     classes:int, # Of the data
 ): # On the CPU
     "The network of a run, with its initial weights."
-    return build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=side, channels=channels, classes=classes)
+    return build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=side,
+        channels=channels, classes=classes)
 
 class Run:
     "The state of one run between two epochs."
@@ -255,7 +281,7 @@ class Run:
         data:Dataset, # The public training set and the test set
         device:str="cpu", # Where the network trains
         *,
-        taking_part:Dataset|None=None, # The records that take part where an audit leaves some out; None: `data`
+        taking_part:Dataset|None=None, # Where an audit leaves records out; None: `data`
     ):
         self.spec, self.data, self.device = spec, taking_part or data, device
         self.plan, self.loss, self.epochs = poisson_plan(spec, data), build_loss(spec.loss), []
@@ -266,14 +292,17 @@ class Run:
         spec, (_, channels, _, side) = self.spec, self.data.train_images.shape
         self.model = build_network(spec, channels, side, self.data.classes).to(self.device)
         self.network = self.model # What is evaluated
-        self.training = self.build_training(self.model, self.loss, pinned_kernels(spec, side) if self.is_private else None)
+        self.training = self.build_training(self.model, self.loss, pinned_kernels(spec, side)
+            if self.is_private else None)
 
     def build_training(self, model, loss, kernels)->PoissonTraining:
         "How a network is trained by this run."
         spec = self.spec
-        optimizer = build_optimizer(spec.optimizer, model.parameters(), learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
-        return PoissonTraining(spec, self.data, self.plan, model=model, optimizer=optimizer, loss=loss, sampling=stream(spec, "sampling"),
-            noise=stream(spec, "noise"), kernels=kernels, device=self.device)
+        optimizer = build_optimizer(spec.optimizer, model.parameters(),
+            learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
+        return PoissonTraining(spec, self.data, self.plan, model=model, optimizer=optimizer,
+            loss=loss, sampling=stream(spec, "sampling"), noise=stream(spec, "noise"),
+            kernels=kernels, device=self.device)
 
     @property
     def is_private(self)->bool: # Whether its steps go through `PrivateStep`
@@ -288,10 +317,15 @@ class Run:
 
 # %% ../../nbs/training/run.ipynb #eb88fa68
 @patch
+def settings(self:Run)->dict:
+    "What must not change between two executions."
+    return {"dataset_size": self.plan.dataset_size, "run": self.spec.name}
+
+@patch
 def state(self:Run)->dict: # Plain values and tensors, for a checkpoint
     "All that changes between epochs, and what must not."
-    return {"settings": {"dataset_size": self.plan.dataset_size, "run": self.spec.name}, "model": self.model.state_dict(),
-            "epochs": self.epochs, **self.parts()}
+    return {"settings": self.settings(), "model": self.model.state_dict(),
+        "epochs": self.epochs, **self.parts()}
 
 @patch
 def load(self:Run,
@@ -299,7 +333,7 @@ def load(self:Run,
 ):
     "Take up a saved state."
     check_holds(state, ("settings", "model", "epochs"))
-    check_settings(state["settings"], {"dataset_size": self.plan.dataset_size, "run": self.spec.name})
+    check_settings(state["settings"], self.settings())
     check_holds(state, self.parts())
     self.model.load_state_dict(state["model"])
     self.epochs = state["epochs"]
@@ -318,10 +352,11 @@ def followed(
     training:PoissonTraining, # After an epoch
     steps:int, # That the epoch had
 )->dict: # Nothing for a run that keeps to its schedule
-    "What the noise followed, for the record: the signal, steps taken, and the filter's reading (nats)."
-    if not training.following: return {}
-    training.following.end_epoch()
-    return {"signal": training.following.signal, "steps": steps, "filter_reading": training.following.filter.spent}
+    "What the noise followed: the signal, steps taken, and the filter's reading (nats)."
+    noise = training.following
+    if not noise: return {}
+    noise.end_epoch()
+    return {"signal": noise.signal, "steps": steps, "filter_reading": noise.filter.spent}
 
 @patch
 def train_epoch(self:Run):
@@ -333,9 +368,11 @@ def train_epoch(self:Run):
     reports = epoch_steps(training)
     if not reports: return
     metrics = evaluate(self.network, self.data, self.loss, further_metrics(spec))
-    observe(training.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None else math.inf)
-    self.epochs.append({"epoch": e, "noise_multiplier": reports[-1].noise_multiplier, **bounds(training.step.clip_rule),
-        **followed(training, len(reports)), **nonprivate_means(reports), **metrics})
+    observe(training.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None
+        else math.inf)
+    self.epochs.append({"epoch": e, "noise_multiplier": reports[-1].noise_multiplier,
+        **bounds(training.step.clip_rule), **followed(training, len(reports)),
+        **nonprivate_means(reports), **metrics})
 
 # %% ../../nbs/training/run.ipynb #11d746e7
 @patch
@@ -343,7 +380,8 @@ def report(self:Run,
     certify=certify, # `certify`, or a cached form of it
 )->BudgetReport|None: # None where a filter keeps the budget
     "Claimed and certified, as planned."
-    return None if self.training.following else budget_report(self.spec, self.plan, self.data.classes, certify)
+    return None if self.training.following else budget_report(self.spec, self.plan,
+        self.data.classes, certify)
 
 @patch
 def checked(self:Run,
@@ -362,12 +400,16 @@ def finish(
 )->RunRecord: # As written
     "Write the record, then what may differ between executions beside it, then drop the checkpoint."
     path = record_path(run.spec, runs)
-    final = {**run.epochs[-1], "test_auc": evaluate_auc(run.model, run.data), "nonprivate_nonfinite_samples": run.nonprivate_nonfinite_samples}
-    record = RunRecord(spec=run.spec, epochs=run.epochs, final=final, budget=report.to_dict(), provenance=provenance(run.device))
+    final = {**run.epochs[-1], "test_auc": evaluate_auc(run.model, run.data),
+        "nonprivate_nonfinite_samples": run.nonprivate_nonfinite_samples}
+    record = RunRecord(spec=run.spec, epochs=run.epochs, final=final, budget=report.to_dict(),
+        provenance=provenance(run.device))
     write_json(path, record.to_dict())
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_json(path.with_name("timing.json"), {"finished": now, "wall_seconds": round(time.time() - started, 3)})
-    leftovers = [path.with_name("checkpoint.pt"), *path.parent.glob(".*.??*")] # Of this run or of a killed one
+    timing = {"finished": now, "wall_seconds": round(time.time() - started, 3)}
+    write_json(path.with_name("timing.json"), timing)
+    # Of this run or of a killed one
+    leftovers = [path.with_name("checkpoint.pt"), *path.parent.glob(".*.??*")]
     for leftover in leftovers: leftover.unlink(missing_ok=True)
     return record
 

@@ -16,30 +16,40 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 from ..algorithms.clipping import CountingRule
-from ..algorithms.early_stopping import Flag, ReleasedStd, SlopeFlag, TrendFlag, follow_weights
-from ..algorithms.sanitization import SanitizationLayer, model_report, pooled_rows, random_below, sanitization_cnn, sanitization_resnet18
+from dp_companion.algorithms.early_stopping import (Flag, ReleasedStd, SlopeFlag, TrendFlag,
+    follow_weights)
+from ..algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
+    random_below, sanitization_cnn, sanitization_resnet18)
 from ..budgets.certified import BudgetReport, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
 from ..budgets.schedules import Constant, PoissonPlan
-from .datasets import DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, RGB_STD, Dataset
+from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD,
+    RGB_MEAN, RGB_STD, Dataset)
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
 from .records import RunSpec
 from .evaluation import evaluate, finite
 from .steering import known_rule
-from .run import PoissonTraining, Run, check_ledger, epoch_steps, stream, stream_seed
+from dp_companion.training.run import (PoissonTraining, Run, check_ledger, epoch_steps, stream,
+    stream_seed)
 
 # %% ../../nbs/training/sanitized.ipynb #76ec65ba
-def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
+def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(
+    sanitization=sanitization, **shape)
 
-def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(memory_format=torch.channels_last) # a third less time a step
+def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(
+    memory_format=torch.channels_last) # a third less time a step
 
 SMALL_STAGES = 1 # ours, for small images: the first of four
-BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
-LAYERED = {"sanitization_cnn": _cnn, "half_sanitization_cnn": partial(_cnn, filters=HALF_FILTERS), "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
-           "sanitization_resnet18": _resnet18, "small_sanitization_resnet18": partial(_resnet18, stages=SMALL_STAGES), "pooled_rows": pooled_rows} # name in a run's description to the function that builds it around a layer
+BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s
+    for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
+# name in a run's description to the function that builds it around a layer
+LAYERED = {"sanitization_cnn": _cnn, "half_sanitization_cnn": partial(_cnn, filters=HALF_FILTERS),
+    "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
+    "sanitization_resnet18": _resnet18, "small_sanitization_resnet18": partial(_resnet18,
+    stages=SMALL_STAGES), "pooled_rows": pooled_rows}
 
 # %% ../../nbs/training/sanitized.ipynb #14a02cbc
 def build_layered(
@@ -47,16 +57,21 @@ def build_layered(
     data:Dataset, # Gives the shape of an image and the number of classes
     layer:SanitizationLayer, # Of the run
 )->nn.Sequential: # Parts below, sanitization, head; frozen below where the run says so
-    "The network of a run, its initial weights seeded and public; the global random state is left as it was."
-    if spec.model not in LAYERED: raise ValueError(f"model must be one of {', '.join(sorted(LAYERED))} for a run with a sanitization layer, got model={spec.model!r}")
+    "The network of a run, its initial weights seeded and public."
+    if spec.model not in LAYERED: raise ValueError("model must be one of "
+        f"{', '.join(sorted(LAYERED))} for a run with a sanitization layer, got "
+        f"model={spec.model!r}")
     _, channels, _, side = data.train_images.shape
     seed = stream_seed(spec.seed, "weights")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         black = dict(black=BLACK[spec.dataset]) if spec.model == "pooled_rows" else {}
-        model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side, channels=channels, classes=data.classes, **black)
+        model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side,
+            channels=channels, classes=data.classes, **black)
     if spec.layer_below != "trained": model.head = ScaledHead(model.head, layer)
-    if spec.layer_below != "trained": random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(spec.layer_below == "dp_sgd")
+    if spec.layer_below != "trained": random_below(model,
+        torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(
+        spec.layer_below == "dp_sgd")
     return model
 
 # %% ../../nbs/training/sanitized.ipynb #02f5df9d
@@ -82,7 +97,8 @@ class ScaledHead(nn.Module):
     def forward(self,
         rows:Tensor, # (batch, width) released
     )->Tensor: # (batch, classes)
-        return nn.functional.linear((rows - self.center)/self.by, self.linear.weight, self.linear.bias*self.bias_input)
+        return nn.functional.linear((rows - self.center)/self.by, self.linear.weight,
+            self.linear.bias*self.bias_input)
 
 # %% ../../nbs/training/sanitized.ipynb #88a109a8
 @patch
@@ -92,25 +108,29 @@ def start(self:ScaledHead,
     labels:Tensor, # (records,) public
 ):
     "The nearest class mean, as a linear function."
-    means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0) for k in range(self.linear.out_features)])
+    means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0)
+        for k in range(self.linear.out_features)])
     self.center.copy_(means.mean(0))
     weight = (means - self.center)/self.by
-    self.linear.weight.copy_(weight); self.linear.bias.copy_(-weight.square().sum(1)/2/self.bias_input)
+    self.linear.weight.copy_(weight); self.linear.bias.copy_(
+        -weight.square().sum(1)/2/self.bias_input)
 
 # %% ../../nbs/training/sanitized.ipynb #68bdc12a
 def build_layer(
     spec:RunSpec, # With a sanitization layer
     generator:torch.Generator, # Of noise and dropout
-)->SanitizationLayer: # Dropout after the noise, as the paper's Algorithm 1 has it, or before, as its Section 6.1 has it
+)->SanitizationLayer: # Dropout after the noise (Algorithm 1) or before (Section 6.1)
     "The layer of a run."
-    return SanitizationLayer(spec.layer_width, spec.layer_clip, spec.layer_noise_multiplier, spec.layer_dropout or 0., spec.layer_dropout_position or "after", generator=generator)
+    return SanitizationLayer(spec.layer_width, spec.layer_clip, spec.layer_noise_multiplier,
+        spec.layer_dropout or 0., spec.layer_dropout_position or "after", generator=generator)
 
 def stopping_flag(
     spec:RunSpec, # The run
-)->Flag|None: # On slopes where C is fixed, on their differences where it follows the weights; None where the run has none
+)->Flag|None: # On slopes where C is fixed, else on their differences
     "The stopping flag of a run (paper sanitization, Algorithms 2 and 4)."
     if spec.stop_window is None: return None
-    if spec.layer_bound_ratio is None: return SlopeFlag(window=spec.stop_window, threshold=spec.stop_limit, epochs=spec.epochs)
+    if spec.layer_bound_ratio is None: return SlopeFlag(window=spec.stop_window,
+        threshold=spec.stop_limit, epochs=spec.epochs)
     return TrendFlag(window=spec.stop_window, tolerance=spec.stop_limit, epochs=spec.epochs)
 
 def row_weight(
@@ -125,10 +145,14 @@ def gradient_events(
     spec:RunSpec, # Of paper `sanitization`
     plan:PoissonPlan, # As planned
 )->tuple[MechanismEvent,...]: # Empty without DP-SGD
-    "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
+    "The gradient releases of a run with DP-SGD: constant noise, and no other query."
     if spec.clip_rule == "none": return ()
-    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None, "bound_decay_rate": spec.bound_decay_rate is not None, "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
-    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must be left as it is in a run of paper sanitization, whose budget counts constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
+    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None,
+        "bound_decay_rate": spec.bound_decay_rate is not None,
+        "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
+    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(
+        f"{name} must be left as it is in a run of paper sanitization, whose budget counts "
+        f"constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
     return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
 
 # %% ../../nbs/training/sanitized.ipynb #b54301ce
@@ -143,8 +167,10 @@ def layer_report(
     ran = replace(plan, epochs=epochs or plan.epochs)
     release = dict(releases=spec.layer_releases or plan.epochs, delta=spec.delta)
     events = gradient_events(spec, plan)
-    if spec.layer_releases: ran = replace(plan, epochs=spec.layer_releases) # later epochs release nothing
-    return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own") if events else {}))
+    # later epochs release nothing
+    if spec.layer_releases: ran = replace(plan, epochs=spec.layer_releases)
+    return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own")
+        if events else {}))
 
 def plain_report(
     spec:RunSpec, # Without a layer: DP-SGD, or no privacy
@@ -153,10 +179,12 @@ def plain_report(
 )->BudgetReport: # Nothing certified without privacy
     "The budget of the network without the layer, under the same neighbouring relation."
     events = gradient_events(spec, plan)
-    unit = dict(delta=spec.delta, neighbouring_relation="replace_one", privacy_unit="features of one record")
+    unit = dict(delta=spec.delta, neighbouring_relation="replace_one", privacy_unit=
+        "features of one record")
     if not events: return BudgetReport(certified={}, **unit)
     claim = RowsClaim(rdp_to_epsilon(rdp_of_events(events), delta=spec.delta).epsilon, ())
-    return BudgetReport(certified=certify(events, delta=spec.delta, accountants=("pld",), neighbouring_relation="replace_one"), claimed=claim, events=events, **unit)
+    return BudgetReport(certified=certify(events, delta=spec.delta, accountants=("pld",),
+        neighbouring_relation="replace_one"), claimed=claim, events=events, **unit)
 
 # %% ../../nbs/training/sanitized.ipynb #b59ea161
 def fused_optimizer(
@@ -165,7 +193,8 @@ def fused_optimizer(
 )->torch.optim.Optimizer:
     "The optimizer of a run with a layer, fused where torch can."
     fused = dict(fused=True) if spec.optimizer != "rmsprop" else {}
-    return OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate, weight_decay=spec.weight_decay, **fused)
+    return OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate,
+        weight_decay=spec.weight_decay, **fused)
 
 class Learner:
     "An ordinary optimizer and its learning-rate schedule."
@@ -175,7 +204,8 @@ class Learner:
         steps:int, # Of the whole run
     ):
         self.optimizer = fused_optimizer(spec, parameters)
-        self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer, learning_rate=spec.learning_rate, steps=steps)
+        self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer,
+            learning_rate=spec.learning_rate, steps=steps)
 
     def state_dict(self)->dict: # Of both
         "As torch's own."
@@ -196,13 +226,15 @@ class SanitizedRun(Run):
         self.sampling, self.noise = stream(spec, "sampling"), stream(spec, "noise")
         self.layer = build_layer(spec, self.noise)
         self.model = build_layered(spec, self.data, self.layer)
-        self.watch, self.flag, self.weights = ReleasedStd(self.layer), stopping_flag(spec), class_weights(self)
+        self.watch, self.flag, self.weights = ReleasedStd(self.layer), stopping_flag(
+            spec), class_weights(self)
         self.counts = torch.zeros(self.plan.dataset_size, dtype=torch.long)
         self.released, self.raw, self.seen = 0, None, None
         self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
-        learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
-        self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
+        learns = (self.model if spec.layer_below == "trained" else self.model.head).parameters()
+        self.learner = Learner(spec, learns,
+            -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
         self.training = train_below(self) if spec.layer_below == "dp_sgd" else None
 
     @property
@@ -220,17 +252,19 @@ def count(self:SanitizedRun,
     layer:SanitizationLayer, # The run's
     inputs:tuple, # (rows,), about to be released
 ):
-    "Every row that gets noise is counted by the layer itself, whoever asks for it, and gets the noise that was accounted."
+    "The layer itself counts every row that gets noise, and checks that noise."
     if not layer.training: return
-    if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
+    if layer.release(1) != self.planned: raise RuntimeError("the layer must release what was "
+        f"accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
     self.released += len(inputs[0])
 
 @patch
 def parts(self:SanitizedRun)->dict: # Of tensors and plain values
     "What changes between epochs, besides the network."
-    return {"sampling": self.sampling.get_state(), "noise": self.noise.get_state(), "learner": self.learner.state_dict(),
-            "training": self.training and self.training.state_dict(), "stds": self.watch.epochs, "counts": self.counts,
-            "released": self.released, "seen": self.seen}
+    return {"sampling": self.sampling.get_state(), "noise": self.noise.get_state(),
+        "learner": self.learner.state_dict(),
+        "training": self.training and self.training.state_dict(), "stds": self.watch.epochs,
+        "counts": self.counts, "released": self.released, "seen": self.seen}
 
 @patch
 def load_parts(self:SanitizedRun,
@@ -240,7 +274,8 @@ def load_parts(self:SanitizedRun,
     for name in ("sampling", "noise"): getattr(self, name).set_state(state[name])
     self.learner.load_state_dict(state["learner"])
     if self.training: self.training.load_state_dict(state["training"])
-    self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("stds", "counts", "released", "seen"))
+    self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("stds", "counts",
+        "released", "seen"))
 
 # %% ../../nbs/training/sanitized.ipynb #0d914bf2
 class Bounded(nn.Module):
@@ -250,7 +285,9 @@ class Bounded(nn.Module):
 
 class PublicHead(nn.Module):
     "A head's current weights as constants."
-    def __init__(self, head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head, {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
+    def __init__(self,
+        head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head,
+        {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
     def forward(self, rows): return self.current(rows)
 
 # %% ../../nbs/training/sanitized.ipynb #4975ece0
@@ -259,17 +296,20 @@ def train_below(
 )->PoissonTraining: # As any other private run, on secret batches of its own
     "DP-SGD on the layers below the noise."
     spec, model, network = run.spec, run.model, nn.Sequential()
-    for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
+    for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head",
+        PublicHead(model.head))): network.add_module(name, part)
     optimizer = fused_optimizer(spec, model.below.parameters())
-    return PoissonTraining(spec, run.data, run.plan, model=network, optimizer=optimizer, loss=run.loss,
-        sampling=stream(spec, "secret"), noise=run.noise, kernels=kernels_below(network, spec))
+    return PoissonTraining(spec, run.data, run.plan, model=network, optimizer=optimizer,
+        loss=run.loss, sampling=stream(spec, "secret"), noise=run.noise,
+        kernels=kernels_below(network, spec))
 
 def kernels_below(
     network:nn.Sequential, # What DP-SGD steps on
     spec:RunSpec, # The run
 )->dict: # Layer name to kernel
-    "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
-    if spec.engine != "book": raise ValueError(f"engine must be 'book', got engine={spec.engine!r}: runs have one way to clip")
+    "Pinned, so that a run repeats to the bit."
+    if spec.engine != "book": raise ValueError("engine must be 'book', got "
+        f"engine={spec.engine!r}: runs have one way to clip")
     kernel = "matrices" if "resnet" in spec.model else "grouped"
     return {name: kernel for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
@@ -287,7 +327,8 @@ def rows_below(
     run:SanitizedRun, # As its weights are now
 )->Tensor: # (records, width), raw: for this process alone
     "Raw rows of all records, by the current weights below."
-    with torch.no_grad(): return torch.cat([run.model.below(images) for images in run.data.train_images.split(1000)])
+    with torch.no_grad(): return torch.cat(
+        [run.model.below(images) for images in run.data.train_images.split(1000)])
 
 def epoch_rows(
     run:SanitizedRun, # A certified one
@@ -295,12 +336,14 @@ def epoch_rows(
     "The released rows of one epoch of a certified run."
     labels, everyone = run.data.train_labels, slice(None)
     if run.spec.layer_releases:
-        if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone), labels)
+        if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone),
+            labels)
         run.seen = rows if run.seen is None else run.seen
         return run.seen
     if run.raw is None or run.training: run.raw = rows_below(run) # stays in this process
     rows = released(run, run.raw, everyone)
-    run.seen = rows if run.seen is None or run.training else run.seen + rows # features that do not change are averaged
+    # features that do not change are averaged
+    run.seen = rows if run.seen is None or run.training else run.seen + rows
     run.model.head.start(run.seen/(1 if run.training else len(run.epochs) + 1), labels)
     return rows
 
@@ -308,25 +351,31 @@ def epoch_rows(
 @patch
 def train_epoch(self:SanitizedRun):
     "Train one epoch, and append its metrics."
-    labels, losses, learner, is_printed = self.data.train_labels, [], self.learner, self.spec.layer_below == "trained"
+    labels, losses, learner = self.data.train_labels, [], self.learner
+    is_printed = self.spec.layer_below == "trained"
     self.model.train()
     if self.training: epoch_steps(self.training)
     rows = None if is_printed else epoch_rows(self)
-    for indices in torch.randperm(self.plan.dataset_size, generator=self.sampling).split(self.spec.expected_batch_size):
-        seen = released(self, self.model.below(self.data.train_images[indices]), indices) if is_printed else rows[indices]
-        loss = (self.loss(self.model.head(seen), labels[indices], reduction="none")*self.weights[labels[indices]]).mean()
+    for indices in torch.randperm(self.plan.dataset_size, generator=self.sampling).split(
+        self.spec.expected_batch_size):
+        seen = released(self, self.model.below(self.data.train_images[indices]),
+            indices) if is_printed else rows[indices]
+        found = self.loss(self.model.head(seen), labels[indices], reduction="none")
+        loss = (found*self.weights[labels[indices]]).mean()
         learner.optimizer.zero_grad()
         loss.backward()
         learner.optimizer.step(); learner.lr.step()
         losses.append(loss.detach()*len(indices))
-    close_epoch(self, {"nonprivate_train_loss": finite(torch.stack(losses).sum().item()/self.plan.dataset_size)})
+    mean = torch.stack(losses).sum().item()/self.plan.dataset_size
+    close_epoch(self, {"nonprivate_train_loss": finite(mean)})
 
 def class_weights(
     run:SanitizedRun, # With its labels, which are public
 )->Tensor: # (classes,)
     "One as printed; else such that the public classes count alike."
     counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
-    return torch.ones(run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes
+    return torch.ones(
+        run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes
 
 # %% ../../nbs/training/sanitized.ipynb #e59f8aa5
 def close_epoch(
@@ -335,10 +384,14 @@ def close_epoch(
 ):
     "What is seen on released values, the next bound, and what the test images say."
     weight, spread = row_weight(run.model), run.watch.close_epoch()
-    if math.isnan(spread): run.watch.epochs[-1] = run.watch.epochs[0] # one release: its rows are the only ones
+    # one release: its rows are the only ones
+    if math.isnan(spread): run.watch.epochs[-1] = run.watch.epochs[0]
     is_up = run.flag is not None and bool(run.flag.flags(run.watch.epochs)[-1])
-    metrics |= {"epoch": len(run.epochs), "clip": run.layer.clip, "released_std": run.watch.epochs[-1], "weight_norm": finite(weight.detach().double().norm().item()) if weight is not None else None, "flag": is_up}
-    if run.spec.layer_bound_ratio is not None: follow_weights(run.layer, weight, bound_ratio=run.spec.layer_bound_ratio)
+    norm = None if weight is None else finite(weight.detach().double().norm().item())
+    metrics |= {"epoch": len(run.epochs), "clip": run.layer.clip, "flag": is_up,
+        "released_std": run.watch.epochs[-1], "weight_norm": norm}
+    ratio = run.spec.layer_bound_ratio
+    if ratio is not None: follow_weights(run.layer, weight, bound_ratio=ratio)
     run.epochs.append(metrics | evaluate(run.model, run.data, run.loss))
 
 # %% ../../nbs/training/sanitized.ipynb #d753e507
@@ -351,11 +404,13 @@ def report(self:SanitizedRun, certify=certify)->BudgetReport: # Of all its epoch
 def checked(self:SanitizedRun,
     planned:BudgetReport, # Of all its epochs
 )->BudgetReport: # Its claim for the epochs that ran
-    "The budget of a run that is over; rows and gradients must have been released as they were counted."
+    "The budget of a run that is over; all must have been released as it was counted."
     epochs, count = len(self.epochs), len(self.counts)
     expected = self.spec.layer_releases or epochs
     if not (self.counts == expected).all() or self.released != expected*count:
-        raise RuntimeError(f"released rows must be {expected} of every record, got {int(self.counts.min())} to {int(self.counts.max())}, {self.released} in all; this run certifies nothing")
+        raise RuntimeError(f"released rows must be {expected} of every record, got "
+            f"{int(self.counts.min())} to {int(self.counts.max())}, {self.released} in all; this "
+            "run certifies nothing")
     if self.training: check_ledger(self.training, int(self.plan.steps_per_epoch[:epochs].sum()))
     if epochs == self.spec.epochs: return planned
     claim = layer_report(self.spec, self.plan, self.model, epochs=epochs).claimed
@@ -364,7 +419,8 @@ def checked(self:SanitizedRun,
 # %% ../../nbs/training/sanitized.ipynb #a02c415b
 class PlainRun(Run):
     "A run of paper `sanitization` whose network has no layer: DP-SGD, or no privacy."
-    def report(self, certify=certify)->BudgetReport: return plain_report(self.spec, self.plan, certify)
+    def report(self, certify=certify)->BudgetReport: return plain_report(self.spec, self.plan,
+        certify)
 
 def sanitization_run(
     spec:RunSpec, # Of paper `sanitization`

@@ -29,7 +29,8 @@ def train(
     if (found := find_record(spec, runs)) is not None: return found
     data = data or load_dataset(spec.dataset) # where there is none, no folder is made
     record_path(spec, runs).parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(record_path(spec, runs).with_name(".lock")): # who asks for a run while another process trains it waits, and finds its record
+    # who asks for a run while another process trains it waits, and finds its record
+    with FileLock(record_path(spec, runs).with_name(".lock")):
         return find_record(spec, runs) or train_now(spec, runs, data)
 
 # %% ../../nbs/training/training.ipynb #755dc457
@@ -37,7 +38,8 @@ def training_device()->str: # For torch
     "Where networks train: the device that `DP_COMPANION_DEVICE` names, else the CPU."
     name = os.environ.get("DP_COMPANION_DEVICE") or "cpu"
     try: torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError): raise ValueError(f"DP_COMPANION_DEVICE must be a device that torch can use here, got {name!r}; unset it to train on the CPU") from None
+    except (RuntimeError, AssertionError): raise ValueError("DP_COMPANION_DEVICE must be a device "
+        f"that torch can use here, got {name!r}; unset it to train on the CPU") from None
     return name
 
 # %% ../../nbs/training/training.ipynb #382558d2

@@ -33,7 +33,8 @@ def parts(batch, records):
     model = SampleConvNet()
     data = TensorDataset(torch.randn(records, 1, 28, 28), torch.randint(10, (records,)))
     loader = DataLoader(data, batch_size=batch, shuffle=True)
-    return dict(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.05), data_loader=loader)
+    return dict(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.05),
+        data_loader=loader)
 
 
 def ordinary(batch, records): return tuple(parts(batch, records).values())
@@ -78,10 +79,12 @@ def main(args):
             if k >= args.warm: times[name].append(seconds)
     medians = {name: statistics.median(found) for name, found in times.items()}
     ratios = {name: round(m/medians["ordinary"], 3) for name, m in medians.items()}
-    print(json.dumps({"batch": args.batch, "milliseconds": {n: round(1000*m, 3) for n, m in medians.items()}, "ratios": ratios}))
+    print(json.dumps({"batch": args.batch, "milliseconds": {n: round(1000*m, 3) for n,
+        m in medians.items()}, "ratios": ratios}))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in dict(steps=200, warm=40, batch=64).items(): parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in dict(steps=200, warm=40, batch=64).items(): parser.add_argument(f"--{name}",
+        type=int, default=default)
     main(parser.parse_args())
