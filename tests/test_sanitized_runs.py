@@ -128,7 +128,7 @@ def test_a_row_that_is_released_twice_is_noticed_and_found_out(tmp_path, monkeyp
 def test_a_step_below_too_many_is_noticed(tmp_path, monkeypatch):
     def and_one_more(training):
         reports = epoch_steps(training)
-        if training.batches.epoch == 3: training.ledger.add_step(training.step.clip_rule, 2., training.plan.sample_rate)
+        if training.batches.steps_taken == 21: training.ledger.add_step(training.step.clip_rule, 2., training.plan.sample_rate)
         return reports
     monkeypatch.setattr(sanitized, "epoch_steps", and_one_more)
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal the 21 accounted ones"): train(below_spec(), tmp_path, DATA)

@@ -219,9 +219,10 @@ def check_ledger(
         raise RuntimeError(f"applied noise multipliers must equal the {steps} "
             f"{'granted' if following else 'accounted'} ones, got {taken} that differ; this run "
             "certifies nothing")
-    if following and not following.filter.spent <= following.filter.target_epsilon: raise RuntimeError(
-        f"filter must stay within {following.filter.target_epsilon}, got "
-        f"{following.filter.spent}; this run certifies nothing")
+    if not following: return
+    spent, target = following.filter.spent, following.filter.target_epsilon
+    if not spent <= target: raise RuntimeError(f"filter must stay within {target}, got {spent}; "
+        "this run certifies nothing")
 
 # %% ../../nbs/training/run.ipynb #f47bbf06
 @patch

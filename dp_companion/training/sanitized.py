@@ -374,8 +374,8 @@ def class_weights(
 )->Tensor: # (classes,)
     "One as printed; else such that the public classes count alike."
     counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
-    return torch.ones(
-        run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes
+    if run.spec.layer_below == "trained": return torch.ones(run.data.classes)
+    return counts.sum()/counts/run.data.classes
 
 # %% ../../nbs/training/sanitized.ipynb #e59f8aa5
 def close_epoch(

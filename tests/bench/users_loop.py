@@ -1,6 +1,7 @@
-"""Time of a step in a user's own loop over an ordinary step: `python tests/bench/users_loop.py [--steps 200] [--batch 64]`.
+"""Time of a step in a user's own loop over an ordinary step: `python tests/bench/users_loop.py`.
 
-The network and the calls of Opacus's MNIST tutorial. One process, one thread, the three loops in turn, medians after a warm-up.
+The network and the calls of Opacus's MNIST tutorial. One process, one thread, the three loops in
+turn, medians after a warm-up.
 """
 import argparse
 import json
@@ -70,7 +71,8 @@ def main(args):
     from dp_companion import PrivacyEngine
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    makers = {"ordinary": ordinary, "ours": private(PrivacyEngine()), "Opacus": private(opacus.PrivacyEngine())}
+    engines = {"ours": PrivacyEngine(), "Opacus": opacus.PrivacyEngine()}
+    makers = {"ordinary": ordinary} | {name: private(engine) for name, engine in engines.items()}
     loops = {name: steps(*make(args.batch, 64*args.batch)) for name, make in makers.items()}
     times = {name: [] for name in loops}
     for k in range(args.warm + args.steps):
@@ -85,6 +87,6 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in dict(steps=200, warm=40, batch=64).items(): parser.add_argument(f"--{name}",
-        type=int, default=default)
+    for name, default in dict(steps=200, warm=40, batch=64).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     main(parser.parse_args())
