@@ -26,7 +26,7 @@ from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
 from ..training.records import RunSpec
 from ..training.planning import budget_report
-from ..training.run import Run, epoch
+from ..training.run import Run
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
 def poisson_batches(
@@ -136,7 +136,7 @@ def check_loop(
     loop = Loop(rule, **options)
     sums, events = loop.run(PLAN.epochs), loop.privacy.accountant.events
     passes = Loop(rule, **options).loader.batch_sampler
-    passes.optimizer.place = None # Without steps a seeded pass would be drawn again
+    passes.place = None # Without steps a seeded pass would be drawn again
     batches = [batch for _ in range(30) for batch in passes]
     return (all_queries(rule, events, PLAN.per_step(NOISE)[:len(sums)]), applied_noise(rule, sums, loop.reaches, events),
             poisson_batches(batches, PLAN), *(() if rule.counts_first else (interrupted_pass(rule, **options),)))
@@ -157,8 +157,8 @@ def check_run(
     "All that can be checked of a run of the trainer."
     labels = SeenLabels(data.train_labels)
     run = Run(spec, replace(data, train_labels=labels))
-    with released(run.optimizer) as seen, reaches(run.optimizer, run.step) as found:
-        for _ in range(spec.epochs): epoch(run)
+    with released(run.training.optimizer) as seen, reaches(run.training.optimizer, run.training.step) as found:
+        for _ in range(spec.epochs): run.train_epoch()
     events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
-    rule, sums = run.step.clip_rule, [spec.expected_batch_size*x for x in seen]
-    return all_queries(rule, events, run.ledger), poisson_batches(labels.batches, run.plan), applied_noise(rule, sums, found, events)
+    rule, sums = run.training.step.clip_rule, [spec.expected_batch_size*x for x in seen]
+    return all_queries(rule, events, run.training.multipliers.tolist()), poisson_batches(labels.batches, run.plan), applied_noise(rule, sums, found, events)
