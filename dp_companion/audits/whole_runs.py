@@ -20,9 +20,8 @@ from .bounds import finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
 from ..training.datasets import Dataset, load_dataset
 from ..training.optimizers import build_lr_scheduler, build_optimizer
-from ..training.records import RunSpec
+from ..training.records import RunSpec, run_spec
 from ..training.evaluation import evaluate
-from ..training.planning import rule_at
 from ..training.run import Run, check_ledger, pinned_kernels, step
 
 # %% ../../nbs/audits/whole_runs.ipynb #d1f1f3bf
@@ -129,12 +128,12 @@ class GradientCanaries:
     ):
         self.run, shape = Run(spec, data), data.train_images.shape[1:]
         run, self.network, pinned = self.run, self.run.model, pinned_kernels(spec, shape[-1])
-        if getattr(run.step.clip_rule, "needs_groups", True): raise ValueError(f"clip_rule must be one without groups for gradient canaries, got clip_rule={spec.clip_rule!r}")
+        if getattr(run.step.clip_rule, "needs_groups", True): raise ValueError(f"clip_rule must be one without groups for gradient canaries, got clip_rule={spec.method.clip_rule!r}")
         run.loss = loss_beside(run, run.loss, data.classes)
         run.model = BesideNetwork(self.network, shape, canaries)
         run.optimizer = build_optimizer(spec.optimizer, run.model.parameters(), learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
         run.lr = build_lr_scheduler(spec.lr_scheduler, run.optimizer, learning_rate=spec.learning_rate, steps=run.plan.steps)
-        run.step = PrivateStep(run.model, run.optimizer, clip_rule=run.step.clip_rule, expected_batch_size=spec.expected_batch_size, engine=spec.engine,
+        run.step = PrivateStep(run.model, run.optimizer, clip_rule=run.step.clip_rule, expected_batch_size=spec.expected_batch_size, 
                                generator=run.noise, kernels={f"network.{layer}": kernel for layer, kernel in pinned.items()} if pinned else None)
         self.included = torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < .5
         run.data = marked_rows(data, self.included)
@@ -178,7 +177,7 @@ def attack_training(
 )->Attacked:
     "Train `spec` once with canaries, and score each of them (NHTJ23, SNJ23)."
     if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got kind={kind!r}")
-    if spec.adapt_to or spec.layer_below: raise ValueError(f"spec must be of a run with scheduled noise on gradients alone, got method={spec.method!r}")
+    if spec.method.trainer() or getattr(spec.method.name, "adapt_to", None): raise ValueError(f"spec must be of a run with scheduled noise on gradients alone, got method={spec.method.name!r}")
     data = data or load_dataset(spec.dataset)
     target = GradientCanaries(spec, data, canaries=canaries, seed=seed) if kind == "gradient" else ImageCanaries(spec, data, canaries=canaries, kind=kind, seed=seed)
     scores = scores_of_steps(target)
@@ -192,7 +191,6 @@ def scores_of_steps(
     "Train to the end, and add up what each step gives away."
     run, total = target.run, torch.zeros(len(target.included), dtype=torch.float64)
     for e, steps in enumerate(tqdm(run.plan.steps_per_epoch, desc="epochs", leave=False)):
-        if run.spec.bound_decay_rate is not None: run.step.clip_rule = rule_at(run.spec, e, run.data.classes)
         run.model.train()
         for indices in UniformWithReplacementSampler(num_samples=len(run.data.train_labels), sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(steps)):
             score = target.watch()

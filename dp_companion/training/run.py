@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHUFFLENET', 'KERNELS', 'pinned_kernels', 'OrdinaryStep', 'stream_seed', 'Run', 'check_same_size', 'build_step',
-           'step', 'multipliers_ahead', 'signal_of', 'followed', 'epoch', 'check_ledger', 'finish', 'save_checkpoint',
-           'read_checkpoint']
+           'step', 'multipliers_ahead', 'epoch', 'check_ledger', 'finish', 'save_checkpoint', 'read_checkpoint']
 
 # %% ../../nbs/training/run.ipynb #55533973
 import io
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from ..algorithms.adaptive_noise import BatchStep, following_state, gradient_energy, load_following, released_loss
 from ..algorithms.engines import per_sample_losses
 from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport
@@ -27,9 +25,8 @@ from .evaluation import bounds, evaluate, evaluate_auc, further_metrics, nonpriv
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
-from .planning import noise_schedule, poisson_plan, rule_at
+from .planning import check_step, poisson_plan, rule_of_step, step_bounds
 from .records import RunRecord, RunSpec, digest, provenance, record_path, write_json
-from .steering import check_followed, check_step, following_noise, rule_of_step, stage_bounds
 
 # %% ../../nbs/training/run.ipynb #d2e7530c
 SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else "matrices" for unit in (4, 5) for at in ("left.0", "left.2", "right.0", "right.3", "right.5")}
@@ -46,11 +43,9 @@ KERNELS = {
 def pinned_kernels(
     spec:RunSpec, # The run
     side:int, # Of its images, in pixels
-)->dict|None: # Layer to kernel; None for Opacus's engines, which have no choice
-    "The kernels that make a run of the fast engine repeat to the bit."
-    if spec.engine != "book": return None
-    if (spec.model, side) not in KERNELS: raise ValueError(f"engine must be hooks or ghost for a model without pinned kernels at {side} pixels, got engine='book' with model={spec.model!r}")
-    return KERNELS[spec.model, side]
+)->dict|None: # Layer to kernel; None where none are pinned: the step then times them, and a run repeats up to rounding
+    "The kernels that make a run repeat to the bit."
+    return KERNELS.get((spec.model, side))
 
 # %% ../../nbs/training/run.ipynb #4e22fb04
 class OrdinaryStep:
@@ -84,8 +79,8 @@ class Run:
         device:str="cpu", # Where the network trains
     ):
         self.spec, self.data, self.plan, self.device = spec, data, poisson_plan(spec, data), device
-        self.multipliers = np.zeros(self.plan.steps) if spec.clip_rule == "none" else self.plan.per_step(noise_schedule(spec, self.plan))
-        self.bounds, self.following = stage_bounds(spec, self.plan), following_noise(spec, self.plan)
+        self.multipliers = np.zeros(self.plan.steps) if spec.method.clip_rule == "none" else self.plan.per_step(spec.method.noise(self.plan))
+        self.bounds, self.following = step_bounds(spec, self.plan), spec.method.following(spec, self.plan)
         self.loss, image = build_loss(spec.loss), data.train_images.shape
         self.model = build_model(spec.model, seed=stream_seed(spec.seed, "weights"), image_size=image[-1], channels=image[1], classes=data.classes).to(device)
         self.sampling, self.noise = (torch.Generator().manual_seed(stream_seed(spec.seed, purpose)) for purpose in ("sampling", "noise"))
@@ -107,7 +102,7 @@ def state(self:Run)->dict:
     "All that changes between epochs, and the size of the data, which must not."
     return {"dataset_size": self.plan.dataset_size, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict(), "epochs": self.epochs,
             "rule": asdict(self.step.clip_rule) if self.step.clip_rule else None, "ledger": self.ledger, "nonfinite": self.nonprivate_nonfinite_samples,
-            "sampling": self.sampling.get_state(), "noise": self.noise.get_state(), "following": following_state(self.following) if self.following else None}
+            "sampling": self.sampling.get_state(), "noise": self.noise.get_state(), "following": self.following.state() if self.following else None}
 
 @patch
 def load(self:Run, state:dict):
@@ -117,7 +112,7 @@ def load(self:Run, state:dict):
     self.optimizer.load_state_dict(state["optimizer"])
     self.sampling.set_state(state["sampling"]); self.noise.set_state(state["noise"])
     if state["rule"]: self.step.clip_rule = type(self.step.clip_rule)(**state["rule"])
-    if self.following: load_following(self.following, state["following"])
+    if self.following: self.following.load(state["following"])
     self.epochs, self.ledger, self.nonprivate_nonfinite_samples = state["epochs"], state["ledger"], state["nonfinite"]
 
 # %% ../../nbs/training/run.ipynb #d84bec02
@@ -127,10 +122,10 @@ def build_step(
 ): # `PrivateStep`, or `OrdinaryStep` without privacy
     "The step that `run` takes."
     spec = run.spec
-    if spec.clip_rule == "none": return OrdinaryStep(run.model, run.optimizer, spec.expected_batch_size)
-    if spec.clip_rule == "batch": return BatchStep(run.model, run.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), generator=run.noise)
-    return PrivateStep(run.model, run.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size,
-                       engine=spec.engine, generator=run.noise, kernels=pinned_kernels(spec, side))
+    if spec.method.clip_rule == "none": return OrdinaryStep(run.model, run.optimizer, spec.expected_batch_size)
+    if (own := spec.method.step(run)) is not None: return own
+    return PrivateStep(run.model, run.optimizer, clip_rule=spec.method.rule(run.data.classes), expected_batch_size=spec.expected_batch_size,
+                       generator=run.noise, kernels=pinned_kernels(spec, side))
 
 # %% ../../nbs/training/run.ipynb #8b997adc
 def step(
@@ -146,7 +141,7 @@ def step(
     report = run.step(run.loss, images, labels, noise_multiplier=noise_multiplier, groups=groups)
     if report.noise_multiplier != noise_multiplier: raise RuntimeError(f"applied noise multiplier must equal the accounted {noise_multiplier}, got {report.noise_multiplier}; this run certifies nothing")
     check_step(report, run.step.clip_rule, run.bounds, len(run.ledger) - 1)
-    if run.following: run.following.see(signal_of(run, report))
+    if run.following: run.following.see_step(run, report)
     run.lr.step()
     run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
     return report
@@ -159,22 +154,6 @@ def multipliers_ahead(
     if run.following: yield from iter(run.following.next, None)
     else: yield from run.multipliers[len(run.ledger):].tolist()
 
-def signal_of(
-    run:Run, # The run
-    report:StepReport, # Of the step that was just taken
-)->float: # What the noise follows; private
-    "What a step released for the noise to follow."
-    if run.spec.adapt_to == "gradient_norm": return gradient_energy(run.model, report.noise_std)
-    return released_loss(report.nonprivate_losses, bound=2*math.log(run.data.classes), noise_multiplier=run.spec.signal_noise, expected_batch_size=run.spec.expected_batch_size, generator=run.noise)
-
-def followed(
-    run:Run, # The run, after an epoch
-    steps:int, # That the epoch had
-)->dict: # Nothing for a run that keeps to its schedule
-    "What the noise followed, for the record: the signal, steps taken, and the filter's reading (nats)."
-    if not run.following: return {}
-    run.following.end_epoch()
-    return {"signal": run.following.signal, "steps": steps, "filter_reading": run.following.filter.spent}
 
 # %% ../../nbs/training/run.ipynb #8a8ae396
 def epoch(
@@ -182,21 +161,20 @@ def epoch(
 ):
     "One epoch of `run`, its metrics appended; nothing where a filter refuses its first step."
     e = len(run.epochs)
-    if run.spec.bound_decay_rate is not None: run.step.clip_rule = rule_at(run.spec, e, run.data.classes) # a rule that follows counts goes on as it is
     batches = UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))
     run.model.train()
     reports = [step(run, indices, multiplier) for indices, multiplier in zip(batches, multipliers_ahead(run))]
     if not reports: return
     metrics = evaluate(run.model, run.data, run.loss, further_metrics(run.spec))
     observe(run.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None else math.inf)
-    run.epochs.append({"epoch": e, "noise_multiplier": run.ledger[-1], **bounds(run.step.clip_rule), **followed(run, len(reports)), **nonprivate_means(reports), **metrics})
+    run.epochs.append({"epoch": e, "noise_multiplier": run.ledger[-1], **bounds(run.step.clip_rule), **(run.following.close_epoch(len(reports)) if run.following else {}), **nonprivate_means(reports), **metrics})
 
 # %% ../../nbs/training/run.ipynb #8e4c6590
 def check_ledger(
     run:Run, # A run whose last epoch is done
 ):
     "The noise that was applied must be the noise that was accounted, step by step."
-    if run.following: return check_followed(run.ledger, run.following)
+    if run.following: return run.following.check_ledger(run.ledger)
     if run.ledger != run.multipliers.tolist():
         raise RuntimeError(f"applied noise multipliers must equal the {run.plan.steps} accounted ones, got {len(run.ledger)} that differ; this run certifies nothing")
 

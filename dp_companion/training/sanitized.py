@@ -18,7 +18,6 @@ import torch
 from fastcore.basics import patch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
-from ..algorithms.clipping import CountingRule
 from ..algorithms.early_stopping import Flag, ReleasedStd, SlopeFlag, TrendFlag, follow_weights
 from ..algorithms.private_step import PrivateStep
 from ..algorithms.sanitization import SanitizationLayer, model_report, pooled_rows, random_below, sanitization_cnn, sanitization_resnet18
@@ -31,10 +30,9 @@ from .datasets import DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, 
 from .losses import build_loss
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
-from .records import RunRecord, RunSpec, record_path
+from .records import RunRecord, RunSpec, record_path, run_spec
 from .evaluation import evaluate, finite
-from .planning import cached, check_target, poisson_plan, rule_at
-from .steering import known_rule
+from .planning import cached, check_target, poisson_plan
 from .run import Run, check_ledger, check_same_size, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
 
 # %% ../../nbs/training/sanitized.ipynb #76ec65ba
@@ -60,9 +58,9 @@ def build_layered(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         black = dict(black=BLACK[spec.dataset]) if spec.model == "pooled_rows" else {}
-        model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side, channels=channels, classes=data.classes, **black)
-    if spec.layer_below != "trained": model.head = ScaledHead(model.head, layer)
-    if spec.layer_below != "trained": random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(spec.layer_below == "dp_sgd")
+        model = LAYERED[spec.model](spec.method.layer_width, sanitization=layer, image_size=side, channels=channels, classes=data.classes, **black)
+    if spec.method.layer_below != "trained": model.head = ScaledHead(model.head, layer)
+    if spec.method.layer_below != "trained": random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(spec.method.layer_below == "dp_sgd")
     return model
 
 # %% ../../nbs/training/sanitized.ipynb #02f5df9d
@@ -109,15 +107,15 @@ def build_layer(
     generator:torch.Generator, # Of noise and dropout
 )->SanitizationLayer: # Dropout after the noise, as the paper's Algorithm 1 has it, or before, as its Section 6.1 has it
     "The layer of a run."
-    return SanitizationLayer(spec.layer_width, spec.layer_clip, spec.layer_noise_multiplier, spec.layer_dropout or 0., spec.layer_dropout_position or "after", generator=generator)
+    return SanitizationLayer(spec.method.layer_width, spec.method.layer_clip, spec.method.layer_noise_multiplier, spec.method.layer_dropout or 0., spec.method.layer_dropout_position or "after", generator=generator)
 
 def stopping_flag(
     spec:RunSpec, # The run
 )->Flag|None: # On slopes where C is fixed, on their differences where it follows the weights; None where the run has none
     "The stopping flag of a run (paper sanitization, Algorithms 2 and 4)."
-    if spec.stop_window is None: return None
-    if spec.layer_bound_ratio is None: return SlopeFlag(window=spec.stop_window, threshold=spec.stop_limit, epochs=spec.epochs)
-    return TrendFlag(window=spec.stop_window, tolerance=spec.stop_limit, epochs=spec.epochs)
+    if spec.method.stop_window is None: return None
+    if spec.method.layer_bound_ratio is None: return SlopeFlag(window=spec.method.stop_window, threshold=spec.method.stop_limit, epochs=spec.epochs)
+    return TrendFlag(window=spec.method.stop_window, tolerance=spec.method.stop_limit, epochs=spec.epochs)
 
 def row_weight(
     model:nn.Sequential, # With a part below
@@ -132,10 +130,7 @@ def gradient_events(
     plan:PoissonPlan, # As planned
 )->tuple[MechanismEvent,...]: # Empty without DP-SGD
     "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
-    if spec.clip_rule == "none": return ()
-    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None, "bound_decay_rate": spec.bound_decay_rate is not None, "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
-    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must be left as it is in a run of paper sanitization, whose budget counts constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
-    return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
+    return spec.method.gradient_events(plan)
 
 # %% ../../nbs/training/sanitized.ipynb #b54301ce
 def layer_report(
@@ -147,9 +142,9 @@ def layer_report(
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
     "Claimed and certified epsilon of a run."
     ran = replace(plan, epochs=epochs or plan.epochs)
-    release = dict(releases=spec.layer_releases or plan.epochs, delta=spec.delta)
+    release = dict(releases=spec.method.layer_releases or plan.epochs, delta=spec.delta)
     events = gradient_events(spec, plan)
-    if spec.layer_releases: ran = replace(plan, epochs=spec.layer_releases) # later epochs release nothing
+    if spec.method.layer_releases: ran = replace(plan, epochs=spec.method.layer_releases) # later epochs release nothing
     return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own") if events else {}))
 
 def plain_report(
@@ -202,9 +197,9 @@ class SanitizedRun:
         self.counts, self.released, self.raw, self.seen = torch.zeros(self.plan.dataset_size, dtype=torch.long), 0, None, None
         self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
-        learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
+        learns = self.model.parameters() if spec.method.layer_below == "trained" else self.model.head.parameters()
         self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
-        self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
+        self.private = PrivateBelow(self) if spec.method.layer_below == "dp_sgd" else None
         self.epochs, self.nonprivate_nonfinite_samples, self.device = [], 0, "cpu"
 
     @property
@@ -265,7 +260,7 @@ class PrivateBelow:
         network = nn.Sequential()
         for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
         self.learner, self.ledger = Learner(spec, model.below.parameters(), run.plan.steps), []
-        self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
+        self.step = PrivateStep(network, self.learner.optimizer, clip_rule=spec.method.rule(run.data.classes), expected_batch_size=spec.expected_batch_size,
                                 generator=run.noise, kernels=self.kernels(network, spec))
 
 # %% ../../nbs/training/sanitized.ipynb #1aca2838
@@ -287,9 +282,8 @@ def load_state_dict(self:PrivateBelow,
 def kernels(self:PrivateBelow,
     network:nn.Sequential, # What DP-SGD steps on
     spec:RunSpec, # The run
-)->dict|None: # Layer name to kernel; None for Opacus's engines
+)->dict|None: # Layer name to kernel
     "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
-    if spec.engine != "book": return None
     return {name: "matrices" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
 @patch
@@ -306,7 +300,7 @@ def __call__(self:PrivateBelow,
     indices:list, # Of one secret batch; may be empty
 ):
     "One step, counted before it is released."
-    self.ledger.append(run.spec.noise_multiplier)
+    self.ledger.append(run.spec.method.noise_multiplier)
     report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
     self.learner.lr.step()
     run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
@@ -332,7 +326,7 @@ def epoch_rows(
 )->Tensor: # (records, width)
     "The released rows of one epoch of a certified run."
     labels, everyone = run.data.train_labels, slice(None)
-    if run.spec.layer_releases:
+    if run.spec.method.layer_releases:
         if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone), labels)
         run.seen = rows if run.seen is None else run.seen
         return run.seen
@@ -350,7 +344,7 @@ def sanitized_epoch(
     e, labels, losses = len(run.epochs), run.data.train_labels, []
     run.model.train()
     for poisson in (run.private.batches(run, e) if run.private else ()): run.private(run, poisson)
-    is_printed = run.spec.layer_below == "trained"
+    is_printed = run.spec.method.layer_below == "trained"
     rows = None if is_printed else epoch_rows(run)
     for indices in torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.spec.expected_batch_size):
         seen = released(run, run.model.below(run.data.train_images[indices]), indices) if is_printed else rows[indices]
@@ -366,7 +360,7 @@ def class_weights(
 )->Tensor: # (classes,)
     "One as printed; else such that the public classes count alike."
     counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
-    return torch.ones(run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes
+    return torch.ones(run.data.classes) if run.spec.method.layer_below == "trained" else counts.sum()/counts/run.data.classes
 
 # %% ../../nbs/training/sanitized.ipynb #e59f8aa5
 def close_epoch(
@@ -378,7 +372,7 @@ def close_epoch(
     if math.isnan(spread): run.watch.epochs[-1] = run.watch.epochs[0] # one release: its rows are the only ones
     is_up = run.flag is not None and bool(run.flag.flags(run.watch.epochs)[-1])
     metrics |= {"epoch": len(run.epochs), "clip": run.layer.clip, "released_std": run.watch.epochs[-1], "weight_norm": finite(weight.detach().double().norm().item()) if weight is not None else None, "flag": is_up}
-    if run.spec.layer_bound_ratio is not None: follow_weights(run.layer, weight, bound_ratio=run.spec.layer_bound_ratio)
+    if run.spec.method.layer_bound_ratio is not None: follow_weights(run.layer, weight, bound_ratio=run.spec.method.layer_bound_ratio)
     run.epochs.append(metrics | evaluate(run.model, run.data, run.loss))
 
 # %% ../../nbs/training/sanitized.ipynb #4a9d9c25
@@ -389,7 +383,7 @@ def train_sanitized(
 )->RunRecord: # Resumed at its last epoch, or trained from the start
     "The record of a run of paper `sanitization`; `training.train` comes here."
     started, data = time.time(), data or load_dataset(spec.dataset)
-    has_layer = spec.layer_below is not None
+    has_layer = spec.method.layer_below is not None
     run, one_epoch = (SanitizedRun(spec, data), sanitized_epoch) if has_layer else (Run(spec, data), epoch)
     report = layer_report(spec, run.plan, run.model) if has_layer else plain_report(spec, run.plan, cached(certify, runs))
     check_target(spec, report)
@@ -408,7 +402,7 @@ def checked_layer(
     planned:BudgetReport, # Of all its epochs
 )->BudgetReport: # Its claim for the epochs that ran
     "The budget of a run that is over; rows and gradients must have been released as they were counted."
-    expected = run.spec.layer_releases or len(run.epochs)
+    expected = run.spec.method.layer_releases or len(run.epochs)
     if not (run.counts == expected).all() or run.released != expected*len(run.counts):
         raise RuntimeError(f"released rows must be {expected} of every record, got {int(run.counts.min())} to {int(run.counts.max())}, {run.released} in all; this run certifies nothing")
     accounted = [e.noise_multiplier for e in gradient_events(run.spec, run.plan) for _ in range(e.steps)][:int(run.plan.steps_per_epoch[:len(run.epochs)].sum())]

@@ -16,8 +16,6 @@ from .datasets import Dataset, load_dataset
 from .planning import budget_report, cached, check_target
 from .records import RunRecord, RunSpec, find_record, record_path
 from .run import Run, check_ledger, epoch, finish, read_checkpoint, save_checkpoint
-from .sanitized import train_sanitized
-from .steering import followed_report
 
 # %% ../../nbs/training/training.ipynb #98048945
 def train(
@@ -30,7 +28,7 @@ def train(
     data = data or load_dataset(spec.dataset) # where there is none, no folder is made
     record_path(spec, runs).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(record_path(spec, runs).with_name(".lock")): # who asks for a run while another process trains it waits, and finds its record
-        return find_record(spec, runs) or (train_sanitized if spec.paper == "sanitization" else train_now)(spec, runs, data)
+        return find_record(spec, runs) or (spec.method.trainer() or train_now)(spec, runs, data)
 
 # %% ../../nbs/training/training.ipynb #755dc457
 def training_device()->str: # For torch
@@ -56,4 +54,4 @@ def train_now(
         epoch(run)
         save_checkpoint(run, checkpoint)
     check_ledger(run)
-    return finish(run, report or followed_report(spec, run.following), runs, started)
+    return finish(run, report or run.following.report(spec), runs, started)
