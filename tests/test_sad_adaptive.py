@@ -11,7 +11,7 @@ from opacus.accountants.analysis.rdp import compute_rdp
 
 import dp_companion.training.run as one_run
 import dp_companion.training.training as training
-from dp_companion.algorithms.adaptive_noise import BatchClip, BatchStep, FollowingNoise, following_state, load_following
+from dp_companion.papers.adaptive_noise.following import BatchClip, BatchStep, FollowingNoise, following_state, load_following
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan

@@ -9,7 +9,7 @@ __all__ = ['SIGNALS', 'LOSS_NOISE', 'METHOD', 'planned_fall', 'shared_with_loss'
 import math
 from dataclasses import dataclass
 from typing import ClassVar
-from dp_companion.algorithms.adaptive_noise import (
+from dp_companion.papers.adaptive_noise.following import (
     BatchClip, BatchStep, FollowingNoise, following_start, following_state, gradient_energy,
     load_following, released_loss)
 from ...algorithms.clipping import RULES, CountingRule

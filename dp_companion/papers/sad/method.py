@@ -9,7 +9,7 @@ __all__ = ['METHOD', 'SadMethod']
 from dataclasses import dataclass
 from typing import ClassVar
 from ...algorithms.clipping import RULES
-from ...algorithms.quantile_clipping import QuantileClip
+from .quantile_clipping import QuantileClip
 from ...budgets.schedules import PoissonPlan
 from ...budgets.stages import Stages, sad_claim
 from ...training.spec import DecayingMethod, require, require_count, require_given
