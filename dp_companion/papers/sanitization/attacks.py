@@ -25,7 +25,9 @@ from ...budgets.events import MechanismEvent
 from ...budgets.schedules import PoissonPlan
 from ...training.datasets import Dataset
 from ...training.records import RunRecord, RunSpec, record_path, write_json
-from ...training.sanitized import PrivateBelow, SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, released, rows_below, sanitized_epoch
+from dp_companion.training.sanitized import (
+    PrivateBelow, SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, released,
+    rows_below, sanitized_epoch)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -37,11 +39,14 @@ def worst_case(
     records:int=8, # N of the attack
 )->Dataset: # All of class 0
     "One of two neighbouring data sets: they differ in the features of record 0."
-    if dataset not in IMAGES: raise ValueError(f"dataset must be one of {', '.join(IMAGES)}, got dataset={dataset!r}")
+    if dataset not in IMAGES:
+        raise ValueError(f"dataset must be one of {', '.join(IMAGES)}, got dataset={dataset!r}")
     channels, side = IMAGES[dataset]
     images = torch.zeros(records, channels, side, side)
     if is_bright: images[0] = 1.
-    return Dataset(name=dataset, train_images=images, train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1], test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
+    return Dataset(name=dataset, train_images=images,
+        train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1],
+        test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #b99427b6
 def first_weight(
@@ -49,11 +54,14 @@ def first_weight(
 )->Tensor: # Of the layer that sees the image
     "The first matrix of a network."
     matrices = [p for p in run.model.below.parameters() if p.dim() > 1]
-    if not matrices: raise ValueError(f"model must have weights below the noise, got model={run.spec.model!r}, which has none that could move")
+    if not matrices:
+        raise ValueError(f"model must have weights below the noise, got model={run.spec.model!r}, "
+            "which has none that could move")
     return matrices[0]
 
 def moved(
-    spec:RunSpec, # Trained on few records, for few epochs; layers below learn as printed, or are frozen
+    # Trained on few records, for few epochs; layers below learn as printed, or are frozen
+    spec:RunSpec,
     is_bright:bool, # Which data set
     seed:int, # Of everything
     **sizes, # records: as `worst_case` takes it
@@ -67,14 +75,17 @@ def moved(
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #05d7509a
 BATCH = 8 # Records in a batch of an attack
-DRAWS = 160 # Trainings per world: without an error they show more than the formula claims for the run under attack
+# Trainings per world: without an error they show more than the formula claims for the run under
+# attack
+DRAWS = 160
 
 def short(
     spec:RunSpec, # A run
     epochs:int=1, # As the attack trains it
 )->RunSpec: # The same method
     "The same method on few records: another run, with an ε of its own."
-    return replace(spec, epochs=epochs, expected_batch_size=BATCH, stop_window=None, stop_limit=None, lr_scheduler="constant")
+    return replace(spec, epochs=epochs, expected_batch_size=BATCH, stop_window=None,
+        stop_limit=None, lr_scheduler="constant")
 
 def claimed_there(
     spec:RunSpec, # From `short`
@@ -97,8 +108,10 @@ def attack_below(
 )->Finding: # Lower bound on epsilon of the short run
     "Tell two neighbouring data sets apart by whether the first matrix moved."
     few = short(spec, epochs)
-    out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records) for k in range(draws)]) for is_bright in (False, True))
-    return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence, thresholds=(0.,), seed=seed)
+    out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records)
+        for k in range(draws)]) for is_bright in (False, True))
+    return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence,
+        thresholds=(0.,), seed=seed)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #abcc9d8f
 class Worst(nn.Module):
@@ -123,11 +136,16 @@ def row_scores(
 )->np.ndarray: # (draws,) one score per record, units of the elements
     "Sums of all rows that a run releases of a record in the worst case."
     one = worst_case(spec.dataset, False, records=1)
-    run = SanitizedRun(replace(spec, expected_batch_size=1), replace(one, train_images=one.train_images.expand(draws, -1, -1, -1), train_labels=one.train_labels.expand(draws)))
-    run.noise.manual_seed(seed); run.model.train()
+    run = SanitizedRun(replace(spec, expected_batch_size=1),
+        replace(one, train_images=one.train_images.expand(draws, -1, -1, -1),
+        train_labels=one.train_labels.expand(draws)))
+    run.noise.manual_seed(seed)
+    run.model.train()
     run.model.below = Worst(spec.layer_width, run.layer.clip if is_bright else 0.)
-    release = (lambda run: released(run, rows_below(run), slice(None))) if spec.layer_below == "trained" else epoch_rows
-    return sum(release(run).sum(1).double() for _ in range(spec.layer_releases or spec.epochs)).numpy()
+    release = (lambda run: released(run, rows_below(run),
+        slice(None))) if spec.layer_below == "trained" else epoch_rows
+    return sum(release(run).sum(1).double() for _ in range(spec.layer_releases
+        or spec.epochs)).numpy()
 
 def attack_rows(
     spec:RunSpec, # A run
@@ -138,11 +156,15 @@ def attack_rows(
 )->Finding: # Lower bound on epsilon of the rows
     "Tell a blank record from a bright one by its released rows."
     scores = (row_scores(spec, is_bright, draws, 2*seed + is_bright) for is_bright in (False, True))
-    method = "rates" if spec.layer_dropout else "gaussian_rates" # without dropout both worlds are Gaussian, exactly
-    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method=method, seed=seed)
+    # without dropout both worlds are Gaussian, exactly
+    method = "rates" if spec.layer_dropout else "gaussian_rates"
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method=method,
+        seed=seed)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #090d21da
-RECORDS = 128 # N of the attack on a run as printed: enough batches of 8 that the formula claims less than some hundred trainings can show
+# N of the attack on a run as printed: enough batches of 8 that the formula claims less than some
+# hundred trainings can show
+RECORDS = 128
 
 def attack_spec(
     spec:RunSpec, # A run of paper `sanitization`
@@ -151,15 +173,18 @@ def attack_spec(
 )->Finding|None: # None where nothing is noisy
     "What the attacks here achieve on a run."
     gradients = gradient_events(spec, plan)
-    if spec.layer_below is None: return audit_schedule(gradients, delta=spec.delta, draws=20_000) if gradients else None
+    if spec.layer_below is None:
+        return audit_schedule(gradients, delta=spec.delta, draws=20_000) if gradients else None
     if spec.layer_below == "trained": return attack_below(spec, draws=draws, records=RECORDS)
     if spec.layer_below == "frozen": return attack_rows(spec)
-    both = attack_rows(spec, confidence=.975), audit_schedule(gradients, delta=spec.delta, draws=20_000, confidence=.975)
+    both = attack_rows(spec, confidence=.975), audit_schedule(gradients, delta=spec.delta,
+        draws=20_000, confidence=.975)
     return replace(max(both, key=lambda found: found.epsilon), confidence=.95)
 
 def _same_attack(spec):
     "What decides the attack on a run."
-    first = replace(short(spec), seed=0, method="any", target_epsilon=1., layer_bound_ratio=None) if spec.layer_below == "trained" else replace(spec, seed=0)
+    first = replace(short(spec), seed=0, method="any", target_epsilon=1.,
+        layer_bound_ratio=None) if spec.layer_below == "trained" else replace(spec, seed=0)
     return first
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #2a408b97
@@ -169,12 +194,15 @@ def audit_layers(
     runs:Path, # Their folder; their records are written again
     *,
     draws:int=DRAWS, # Trainings per world
-)->list: # The records, in their order, each with its empirical epsilon; a run without noise as it is
+# The records, in their order, each with its empirical epsilon; a run without noise as it is
+)->list:
     "Attack every run that was not attacked yet; runs that would be attacked alike are attacked once."
     records, found = list(records), {}
     for r in tqdm([r for r in records if not r.budget["empirical"]], desc="attacks"):
-        if _same_attack(r.spec) not in found: found[_same_attack(r.spec)] = attack_spec(r.spec, plan_of(r.spec), draws)
-    made = [with_layer_finding(r, found[_same_attack(r.spec)]) if not r.budget["empirical"] else r for r in records]
+        if _same_attack(r.spec) not in found:
+            found[_same_attack(r.spec)] = attack_spec(r.spec, plan_of(r.spec), draws)
+    made = [with_layer_finding(r, found[_same_attack(r.spec)]) if not r.budget["empirical"] else r
+        for r in records]
     for old, new in zip(records, made):
         if new is not old: write_json(record_path(new.spec, runs), new.to_dict())
     return made
@@ -187,11 +215,16 @@ def with_layer_finding(
     if found is None: return record
     if record.budget["certified"]: return with_finding(record, found)
     there = claimed_there(short(record.spec), RECORDS)
-    as_dict = {name: getattr(found, name) for name in found.__dataclass_fields__} | {"claimed": there}
-    return replace(record, budget={**record.budget, "empirical": as_dict, "verdict": f"Attacked for an epoch of {RECORDS} records in batches of {BATCH}. {verdict_of(there, float('inf'), found.epsilon)}"})
+    as_dict = {name: getattr(found, name) for name in found.__dataclass_fields__} | {
+        "claimed": there}
+    return replace(record, budget={**record.budget, "empirical": as_dict,
+        "verdict": f"Attacked for an epoch of {RECORDS} records in batches of {BATCH}. "
+        f"{verdict_of(there, float('inf'), found.epsilon)}"})
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #5091ad81
-LOUD, QUIET = 1e4, 1e-9 # A pixel whose gradient is long beside any stability constant; a noise multiplier that is as good as none
+# A pixel whose gradient is long beside any stability constant; a noise multiplier that is as good
+# as none
+LOUD, QUIET = 1e4, 1e-9
 
 class Opposed(nn.Module):
     "Layers below at their worst for DP-SGD: the sign of the first pixel decides where one matrix is pulled."
@@ -214,7 +247,8 @@ def step_scores(
     seed:int, # Of the noise
 )->np.ndarray: # (draws,) how far each step went, in units of a step without noise
     "One step at a time from weights of zero, by the run's own trainer."
-    lone = replace(short(spec), expected_batch_size=1, optimizer="sgd", learning_rate=1., weight_decay=0., accounting="as_printed")
+    lone = replace(short(spec), expected_batch_size=1, optimizer="sgd", learning_rate=1.,
+        weight_decay=0., accounting="as_printed")
     data = worst_case(spec.dataset, True, records=1)
     run = SanitizedRun(lone, replace(data, train_images=LOUD*data.train_images))
     run.model.below = Opposed(spec.layer_width, run.layer.clip/2)
@@ -225,8 +259,10 @@ def step_scores(
         run.private(run, [0])
         return run.model.below.linear.weight.detach().flatten().double()
     towards = step(QUIET)
-    run.noise.manual_seed(seed); run.data.train_images.mul_(sign)
-    return np.array([(step(spec.noise_multiplier)@towards/towards.square().sum()).item() for _ in range(draws)])
+    run.noise.manual_seed(seed)
+    run.data.train_images.mul_(sign)
+    return np.array([(step(spec.noise_multiplier)@towards/towards.square().sum()).item()
+        for _ in range(draws)])
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #de3e1bbe
 def attack_step(
@@ -238,14 +274,16 @@ def attack_step(
 )->Finding: # Lower bound on epsilon of one step
     "Tell a record from its opposite by one step of DP-SGD below."
     scores = (step_scores(spec, sign, draws, 2*seed + (sign > 0)) for sign in (-1, 1))
-    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method="gaussian_rates", seed=seed)
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence,
+        method="gaussian_rates", seed=seed)
 
 def certified_step(
     spec:RunSpec, # A run with DP-SGD below
 )->float: # epsilon (nats), replace_one
     "What is certified for one step that the record takes part in."
     event = MechanismEvent(noise_multiplier=spec.noise_multiplier, sample_rate=1., steps=1)
-    return certify((event,), delta=spec.delta, accountants=("pld",), neighbouring_relation="replace_one")["pld"].epsilon
+    return certify((event,), delta=spec.delta, accountants=("pld",),
+        neighbouring_relation="replace_one")["pld"].epsilon
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #cf015f67
 def epoch_scores(
@@ -256,7 +294,8 @@ def epoch_scores(
 )->np.ndarray: # (draws,) log-likelihood ratios, but for a constant
     "Steps and rows of epochs in which the record takes part in one step."
     row_std = build_layer(spec, torch.Generator()).noise_std*math.sqrt(spec.layer_width)
-    steps, rows = step_scores(spec, 2*is_bright - 1, draws, seed), row_scores(replace(spec, epochs=1), is_bright, draws, seed)
+    steps, rows = step_scores(spec, 2*is_bright - 1, draws,
+        seed), row_scores(replace(spec, epochs=1), is_bright, draws, seed)
     return 2*steps/spec.noise_multiplier**2 + spec.layer_width*spec.layer_clip*rows/row_std**2
 
 def attack_epoch(
@@ -267,8 +306,10 @@ def attack_epoch(
     confidence:float=.95, # Of the bound, in (0, 1)
 )->Finding: # Lower bound on epsilon of one epoch of one step
     "Tell two records apart by all that an epoch releases of them."
-    scores = (epoch_scores(spec, is_bright, draws, 2*seed + is_bright) for is_bright in (False, True))
-    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method="gaussian_rates", seed=seed)
+    scores = (epoch_scores(spec, is_bright, draws, 2*seed + is_bright)
+        for is_bright in (False, True))
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence,
+        method="gaussian_rates", seed=seed)
 
 def certified_epoch(
     spec:RunSpec, # A run with DP-SGD below
