@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METRICS', 'CELL', 'STANDS_FOR', 'STANDS_FOR_OF', 'HEADINGS', 'NOT_RUN', 'read_records', 'reference_of', 'metric_of',
            'row_of', 'summarise', 'beside_published', 'epsilon_text', 'mean_text', 'short_name', 'for_print',
-           'headline', 'standing', 'differences', 'above_all', 'in_words', 'schedule_of', 'refuted', 'provenance_line',
-           'made_with']
+           'headline', 'standing', 'differences', 'house_words', 'above_all', 'in_words', 'schedule_of', 'refuted',
+           'provenance_line', 'made_with']
 
 # %% ../../nbs/papers/tables.ipynb #5d2a3c60
 import json
@@ -110,7 +110,7 @@ def beside_published(
     item:str, # A table of the paper, for example "Table 13"
     metric:str="accuracy", # Which of its metrics
 )->pd.DataFrame: # `summary` with a column `published`, NaN where the paper has no number
-    "Join the paper's printed values to ours, by paper, data set, method, target epsilon and setting."
+    "Join printed values to ours by paper, data set, method, target epsilon and setting."
     printed = load()
     printed = printed[(printed["item"] == item) & (printed["metric"] == metric)]
     if printed.empty:
@@ -167,7 +167,7 @@ def for_print(
     *,
     digits:int=1, # Of our means, after the point
 )->pd.DataFrame: # Text, with HEADINGS as columns; `setting` only where something was varied
-    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; methods have their short names."
+    "The table as text; certified is the tighter of RDP and PLD, methods have short names."
     text = table.assign(
         ours=[mean_text(m, s, n, digits) for m, s, n in zip(table["mean"], table["sd"],
         table["seeds"])],
@@ -197,20 +197,23 @@ def standing(
     records:list, # RunRecords of one data set and accounting
     ours:str, # A method
     theirs:str|None=None, # Another; None is the one with the highest mean of the others
-# Target epsilon to (verdict, the other's name, gap), as `compared`; without the targets where no
-# seed is common
-)->dict:
-    "Where a method's accuracy stands to another's."
-    def value(record): return metric_of(record, "accuracy")
+)->dict: # Target epsilon to (verdict, other method, gap); only targets with a common seed
+    "Whether a method's accuracy is above another's, seed by seed, at each target."
     found = {}
     for target in sorted({r.spec.target_epsilon for r in records}):
-        at = {}
-        for r in records:
-            if r.spec.target_epsilon == target: at.setdefault(r.spec.method, []).append(r)
-        other = theirs or best_of_others(at, ours, value)
-        verdict, gap = compared(at.get(ours, []), at.get(other, []), value)
+        at = _by_method(records, target)
+        other = theirs or best_of_others(at, ours, _accuracy)
+        verdict, gap = compared(at.get(ours, []), at.get(other, []), _accuracy)
         if verdict: found[target] = verdict, other, gap
     return found
+
+def _accuracy(record): return metric_of(record, "accuracy")
+
+def _by_method(records, target):
+    at = {}
+    for r in records:
+        if r.spec.target_epsilon == target: at.setdefault(r.spec.method, []).append(r)
+    return at
 
 # %% ../../nbs/papers/tables.ipynb #91f31be5
 NOT_RUN = "not run: hours of training" # in a cell that a paper printed
@@ -220,35 +223,46 @@ def differences(
     pairs:list, # (ours, theirs) each
     targets:tuple, # Columns
 )->pd.DataFrame: # Text
-    "Where methods stand to one another: a row for each pair, a column for each target."
+    "A table of differences: a row for each pair of methods, a column for each target."
     rows = []
     for ours, theirs in pairs:
         found = standing(records, ours, theirs)
-        cells = {f"ε = {t:g}": "not run" for t in targets} | {f"ε = {t:g}": f"{verdict.removesuffix(' from') if theirs else f'{verdict} {short_name(other)}'}: {gap}" for t, (verdict, other, gap) in found.items()}
-        rows.append(
-            {"accuracy of": f"{short_name(ours)} against "
-            f"{short_name(theirs) if theirs else 'the highest other'}", **cells})
+        cells = {f"ε = {t:g}": _gap_text(theirs, *found.get(t, ("not run", "", ""))) for t in targets}
+        other = short_name(theirs) if theirs else "the highest other"
+        rows.append({"accuracy of": f"{short_name(ours)} against {other}", **cells})
     return pd.DataFrame(rows)
 
+def _gap_text(theirs, verdict, other, gap):
+    if not gap: return verdict
+    said = verdict.removesuffix(" from") if theirs else f"{verdict} {short_name(other)}"
+    return f"{said}: {gap}"
+
 # %% ../../nbs/papers/tables.ipynb #92a702da
+def house_words(
+    said:str, # As `least` says it
+)->str: # With the words of verdicts
+    "The answer of a comparison in the words holds, refuted and inconclusive."
+    return re.sub(r"^open\b", "inconclusive", said.replace("does not hold", "refuted"))
+
 def above_all(
     records:list, # As for `standing`
     ours:str, # A method
     others:tuple, # Methods; `ours` may be one of them
-)->dict: # Target epsilon to what is said, for `in_words`
+)->dict: # Target epsilon to (answer,), for `in_words`
     "Whether a method's accuracy is above that of all others, target by target."
-    def at(target):
-        return {short_name(m): [r for r in records if (r.spec.method, r.spec.target_epsilon) == (m,
-            target)] for m in dict.fromkeys((ours, *others))}
-    found = {target: least(at(target), short_name(ours), lambda r: -metric_of(r, "accuracy"))
-        for target in sorted({r.spec.target_epsilon for r in records})}
-    return {target: (said,) for target, (said, _) in found.items() if said}
+    found = {}
+    for target in sorted({r.spec.target_epsilon for r in records}):
+        at = _by_method(records, target)
+        cells = {short_name(m): at.get(m, []) for m in dict.fromkeys((ours, *others))}
+        said, _ = least(cells, short_name(ours), lambda r: -_accuracy(r))
+        if said: found[target] = (house_words(said),)
+    return found
 
 def in_words(
     found:dict, # From `standing` or `above_all`
     words:dict={}, # Verdict to what is said for it; a verdict that is not in it stands for itself
 )->str:
-    "The targets that say the same, together."
+    "One phrase; targets with the same answer stand together."
     groups = {}
     for target, (verdict, *_) in found.items():
         groups.setdefault(words.get(verdict, verdict), []).append(f"{target:g}")
@@ -259,37 +273,47 @@ def schedule_of(
     record:RunRecord, # A run with noise
 )->str: # The same for runs whose noise is alike
     "What a run's attack depends on."
-    return json.dumps([event | {"noise_multiplier": as_named(event["noise_multiplier"])}
-        for event in record.budget["events"]], sort_keys=True)
+    events = [event | {"noise_multiplier": as_named(event["noise_multiplier"])}
+        for event in record.budget["events"]]
+    return json.dumps(events, sort_keys=True)
 
-def refuted(
-    records:list, # RunRecords of one accounting, attacked or not
-    named=None, # RunRecord -> what tells its schedule from the others; None: method and target
-)->str: # Sentences
-    "Where an attack stands to the paper's formula, noise schedule by noise schedule, and the one with the largest factor between."
+def _attacked_schedules(records):
+    "Runs that were attacked and have a claim, by noise schedule."
     alike = {}
     for r in records:
         if r.budget["claimed"] and r.budget["empirical"]:
             alike.setdefault((schedule_of(r), r.spec.delta), []).append(r)
+    return alike
+
+def _attack_ratio(record):
+    return record.budget["empirical"]["epsilon"]/record.budget["claimed"]["epsilon"]
+
+# %% ../../nbs/papers/tables.ipynb #5e5b3da9
+def refuted(
+    records:list, # RunRecords of one accounting, attacked or not
+    named=None, # RunRecord -> what tells its schedule from the others; None: method and target
+)->str: # Sentences
+    "For how many noise schedules an attack achieves more than the formula claims."
+    alike = _attacked_schedules(records)
     if not alike: return "Nothing was attacked."
-    ratio = {key: of[0].budget["empirical"]["epsilon"]/of[0].budget["claimed"]["epsilon"]
-        for key, of in alike.items()}
+    ratio = {key: _attack_ratio(of[0]) for key, of in alike.items()}
     over, most = sum(x > 1 for x in ratio.values()), max(ratio.values())
-    # schedules that an attack cannot show more for stand level
+    # an attack has a largest epsilon that it can show; schedules that reach it are level
     furthest = [r for key, of in alike.items() if ratio[key] >= .999*most for r in of]
+    share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
+    printed = furthest[0].spec.accounting == "as_printed"
+    start = (f"An attack on the noise refutes the claimed ε for {share}" if printed
+        else f"For {share} the paper's formula gives less than an attack on the noise achieves")
+    alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
+    return start + (_largest_factor(furthest, named) if over else ".") + alone
+
+def _largest_factor(furthest, named):
     names = listed(list(dict.fromkeys(named(r) if named else short_name(r.spec.method)
-        for r in furthest))) + ("" if named else f" at ε = {furthest[0].spec.target_epsilon:g}")
+        for r in furthest)))
+    if not named: names += f" at ε = {furthest[0].spec.target_epsilon:g}"
     claimed, achieved = (epsilon_text(furthest[0].budget[kind]["epsilon"])
         for kind in ("claimed", "empirical"))
-    alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
-    share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
-    if furthest[0].spec.accounting == "as_printed":
-        return (f"An attack on the noise refutes the claimed ε for {share}" + ("; the largest "
-            f"factor shown is that of {names}: claimed {claimed}, achieved {achieved}." if over
-            else ".") + alone)
-    return (f"For {share} the paper's formula would say less than an attack on the noise achieves"
-        + (f"; the largest factor shown is that for {names}: {claimed} against {achieved}." if over
-        else ".") + alone)
+    return f"; the largest factor is that of {names}: claimed {claimed}, achieved {achieved}."
 
 # %% ../../nbs/papers/tables.ipynb #1ed6dd0d
 def provenance_line(
@@ -297,7 +321,7 @@ def provenance_line(
     profile:str, # As the page was told
     reference:list=(), # Committed RunRecords that it shows besides
 ): # Shown by a notebook as Markdown
-    "Commit, versions, profile, device and date of the records of a page; the names of its own go with it, for whoever runs the page."
+    "Commit, versions, profile, device and date of a page, and the names of its own runs."
     from IPython.display import Markdown, display
     display({LISTED: sorted({r.spec.name for r in records})}, raw=True)
     besides = (f"; besides {len(reference)} of results/, commit "
@@ -308,7 +332,7 @@ def provenance_line(
 def made_with(
     records:list, # RunRecords; this installation where there are none
 )->str: # Commits, versions and devices
-    "What records were made with."
+    "Commits, versions and devices of some records."
     seen = {json.dumps(p, sort_keys=True): p for p in ([r.provenance for r in records]
         or [provenance()])}
     return (" and ".join(f"commit {p['commit']}; "
