@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['HOLDS', 'REFUTED', 'INCONCLUSIVE', 'Verdict', 'answer_of', 'answer_together', 'box_text', 'verdict_box',
-           'verdict_table', 'Difference', 'paired_difference', 'forest', 'ruler']
+           'verdict_table', 'Difference', 'paired_difference', 'differences_of', 'interval_text', 'difference_table',
+           'forest', 'ruler']
 
-# %% ../../nbs/papers/verdicts.ipynb #3ed9fd94
+# %% ../../nbs/papers/verdicts.ipynb #a481761d
 import math
 from dataclasses import dataclass
 import numpy as np
 from scipy.stats import t as student_t
 from ..figures import figure, series
-from ..training.paired import counted, same_seeds
+from .tables import metric_of, short_name
+from ..training.paired import same_seeds
 
 # %% ../../nbs/papers/verdicts.ipynb #fa2b6ba3
 HOLDS, REFUTED, INCONCLUSIVE = "holds", "refuted", "inconclusive"
@@ -76,7 +78,7 @@ def verdict_box(
     from IPython.display import Markdown
     return Markdown(box_text(verdicts, **text))
 
-# %% ../../nbs/papers/verdicts.ipynb #efcd09db
+# %% ../../nbs/papers/verdicts.ipynb #16c1731c
 def verdict_table(
     verdicts:list, # Verdicts
 ): # DataFrame of text: a row for each claim, a column for each `where`
@@ -84,7 +86,8 @@ def verdict_table(
     import pandas as pd
     claims, places = dict.fromkeys(v.claim for v in verdicts), dict.fromkeys(v.where
         for v in verdicts)
-    said = {(v.claim, v.where): f"{v.answer}: {v.why}" for v in verdicts}
+    said = {(v.claim, v.where): v.why if v.why.startswith(v.answer) else f"{v.answer}: {v.why}"
+        for v in verdicts}
     return pd.DataFrame([{"claim": c} | {p: said.get((c, p), "—") for p in places} for c in claims])
 
 # %% ../../nbs/papers/verdicts.ipynb #7899d0e9
@@ -109,6 +112,40 @@ def paired_difference(
     n = len(gaps)
     half = student_t.ppf(.975, n - 1)*gaps.std(ddof=1)/math.sqrt(n) if n > 1 else math.nan
     return Difference(label=label, mean=float(gaps.mean()), half=float(half), seeds=n)
+
+# %% ../../nbs/papers/verdicts.ipynb #180fb757
+def differences_of(
+    records:list, # RunRecords of one data set and one accounting
+    pairs:list, # (ours, theirs): two methods each
+    targets:tuple, # Epsilons
+    metric:str="accuracy", # As for `tables.metric_of`
+)->list: # Differences, pair by pair; those that have a common seed
+    "The differences of pairs of methods at each target."
+    def at(method, target):
+        return [r for r in records if (r.spec.method, r.spec.target_epsilon) == (method, target)]
+    made = [paired_difference(f"{short_name(ours)} − {short_name(theirs)}, ε = {t:g}",
+        at(ours, t), at(theirs, t), lambda r: metric_of(r, metric))
+        for ours, theirs in pairs for t in targets]
+    return [d for d in made if d]
+
+def interval_text(
+    difference:Difference,
+    digits:int=1, # After the point
+)->str: # Mean and interval
+    "A difference as a table prints it: the mean, and in brackets where its 95 % interval ends."
+    d, n = difference, digits
+    if math.isnan(d.half): return f"{d.mean:+.{n}f} (one seed)"
+    return f"{d.mean:+.{n}f} [{d.mean - d.half:+.{n}f}, {d.mean + d.half:+.{n}f}]"
+
+def difference_table(
+    panels:dict, # As for `forest`
+): # DataFrame of text: a row for each difference, a column for each panel
+    "The numbers behind a forest plot."
+    import pandas as pd
+    labels = dict.fromkeys(d.label for of in panels.values() for d in of)
+    said = {(d.label, name): interval_text(d) for name, of in panels.items() for d in of}
+    return pd.DataFrame([{"difference [95 % interval], points": label}
+        | {name: said.get((label, name), "not run") for name in panels} for label in labels])
 
 # %% ../../nbs/papers/verdicts.ipynb #2380ee01
 def forest(
