@@ -6,7 +6,8 @@
 __all__ = ['STEP', 'PLAIN', 'DECAYS', 'TABLE_4', 'RISE', 'UTILITY_CLAIMS', 'NEAR', 'FOLLOWED', 'NORM_CLAIMS', 'Regime',
            'regime_of', 'outside_regime', 'Claim', 'judge', 'above', 'no_better', 'mostly_below', 'spends_its_epsilon',
            'by_run', 'loss_keeps_falling', 'lowest_last_loss', 'global_diverges', 'cifar_claims', 'threshold_path',
-           'threshold_rises', 'norms_by_seed', 'norm_judge', 'lowest_norm', 'larger_is_better', 'near_chance']
+           'threshold_rises', 'norms_by_seed', 'norm_judge', 'lowest_norm', 'larger_is_better', 'decay_helps',
+           'near_chance']
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #d9e143c8
 from collections import Counter
@@ -297,7 +298,7 @@ NORM_CLAIMS = (
         "(Figure 2)", norm_judge(m)) for m in FOLLOWED),
     Claim("Under V2-S the mean norm is the lowest in every epoch (Figure 2)", lowest_norm))
 
-# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #bc68f098
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #5ce9938d
 def larger_is_better(
     cells:dict, # Value to RunRecords, smallest first
     chance:float, # Accuracy of guessing, %
@@ -311,6 +312,16 @@ def larger_is_better(
     down = sum(compared(cells[b], cells[a], _accuracy, len(steps))[0] == "below" for a, b in steps)
     why = f"of {counted(len(steps), 'step')} to the next larger value {up} go up, {down} down"
     return REFUTED if down else HOLDS if up == len(steps) else INCONCLUSIVE, why
+
+def decay_helps(
+    decayed:list, # RunRecords with decaying noise
+    constant:list, # RunRecords of the same rule with constant noise, certified for the same ε
+)->tuple: # (answer, why)
+    "Judge whether decay of the noise gives more accuracy than constant noise."
+    verdict, _ = compared(decayed, constant, _accuracy)
+    answer = {"above": HOLDS, "below": REFUTED}.get(verdict, INCONCLUSIVE)
+    ours, theirs = (np.mean([_accuracy(r) for r in of]) for of in (decayed, constant))
+    return answer, f"{ours:.1f} % with decay, {theirs:.1f} % with constant noise"
 
 def near_chance(
     records, # RunRecords of one setting
