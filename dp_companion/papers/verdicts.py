@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['HOLDS', 'REFUTED', 'INCONCLUSIVE', 'Verdict', 'answer_of', 'answer_together', 'box_text', 'verdict_box',
            'verdict_table', 'Difference', 'paired_difference', 'differences_of', 'interval_text', 'difference_table',
-           'forest', 'ruler']
+           'above_at_all', 'all_or_none', 'forest', 'ruler']
 
-# %% ../../nbs/papers/verdicts.ipynb #a481761d
+# %% ../../nbs/papers/verdicts.ipynb #e199982a
 import math
 from dataclasses import dataclass
 import numpy as np
 from scipy.stats import t as student_t
 from ..figures import figure, series
 from .tables import metric_of, short_name
-from ..training.paired import same_seeds
+from ..training.paired import compared, same_seeds
 
 # %% ../../nbs/papers/verdicts.ipynb #fa2b6ba3
 HOLDS, REFUTED, INCONCLUSIVE = "holds", "refuted", "inconclusive"
@@ -146,6 +146,31 @@ def difference_table(
     said = {(d.label, name): interval_text(d) for name, of in panels.items() for d in of}
     return pd.DataFrame([{"difference [95 % interval], points": label}
         | {name: said.get((label, name), "not run") for name in panels} for label in labels])
+
+# %% ../../nbs/papers/verdicts.ipynb #b1c89d81
+_SIDES = {"above": HOLDS, "below": REFUTED} # all else is inconclusive
+
+def above_at_all(
+    cells:dict, # Target to (ours, theirs): RunRecords each
+    value, # RunRecord -> float
+)->tuple: # (answer, why)
+    "Judge whether one method is above another at every target, seed by seed."
+    found = {t: d for t, (ours, theirs) in cells.items()
+        if (d := paired_difference(f"ε = {t:g}", ours, theirs, value))}
+    if not found: return INCONCLUSIVE, "not run"
+    answers = [_SIDES.get(compared(*cells[t], value)[0], INCONCLUSIVE) for t in found]
+    why = "; ".join(f"{interval_text(d)} points at {d.label}" for d in found.values())
+    return answer_together(answers), why
+
+def all_or_none(
+    seen, # One yes or no for each seed
+    why:str, # The numbers
+)->tuple: # (answer, why)
+    "Judge what must be so on every seed: refuted where it is so on none."
+    seen = list(seen)
+    if not seen: return INCONCLUSIVE, "not run"
+    if len(seen) == 1: return INCONCLUSIVE, f"{why}; one seed decides nothing"
+    return HOLDS if all(seen) else INCONCLUSIVE if any(seen) else REFUTED, why
 
 # %% ../../nbs/papers/verdicts.ipynb #2380ee01
 def forest(

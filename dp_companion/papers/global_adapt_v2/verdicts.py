@@ -9,7 +9,7 @@ __all__ = ['STEP', 'PLAIN', 'DECAYS', 'TABLE_4', 'RISE', 'UTILITY_CLAIMS', 'NEAR
            'threshold_rises', 'norms_by_seed', 'norm_judge', 'lowest_norm', 'larger_is_better', 'decay_helps',
            'near_chance']
 
-# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #d9e143c8
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #98d2ea25
 from collections import Counter
 from typing import NamedTuple
 import numpy as np
@@ -18,7 +18,7 @@ from .grid import COMPARED, PROFILES
 from ..tables import (
     above_all, epsilon_text, house_words, in_words, metric_of, short_name, summarise)
 from ..verdicts import (
-    HOLDS, INCONCLUSIVE, REFUTED, Verdict, answer_of, answer_together)
+    HOLDS, INCONCLUSIVE, REFUTED, Verdict, all_or_none, answer_of, answer_together)
 from ...training.paired import above_one_of, compared, counted, least, spread_says
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #bcec82b3
@@ -233,15 +233,9 @@ def cifar_claims(
         Claim("Step decay is above constant noise (not in the paper's tables)",
             above(STEP, (PLAIN,))))
 
-# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #18a6249a
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #76400d74
 NEAR = 1.1 # A mean norm stays where no seed's changes by more than this factor
 FOLLOWED = ("DP-SGD-Global-Adapt", *DECAYS, STEP) # the methods of Figure 2
-
-def _all_or_none(seen, why):
-    "One yes or no per seed: all, none, or a mixture."
-    seen = list(seen)
-    if len(seen) < 2: return INCONCLUSIVE, f"{why}; one seed decides nothing" if seen else "not run"
-    return HOLDS if all(seen) else INCONCLUSIVE if any(seen) else REFUTED, why
 
 def threshold_path(
     record, # A run of DP-SGD-Global-Adapt
@@ -253,10 +247,10 @@ def threshold_rises(pool):
     "A judge of Figure 1: z of DP-SGD-Global-Adapt is largest at the end."
     z = [threshold_path(r) for r in pool if r.spec.method == FOLLOWED[0]]
     why = ", ".join(f"{path[0]:g} to {path[-1]:.3g}" for path in z)
-    return _all_or_none([path[-1] > path[0] and np.argmax(path) == len(path) - 1 for path in z],
+    return all_or_none([path[-1] > path[0] and np.argmax(path) == len(path) - 1 for path in z],
         f"z goes from {why}")
 
-# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #621ad743
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #22b23b74
 def norms_by_seed(
     pool, # RunRecords
     method:str, # Whose
@@ -275,7 +269,7 @@ def norm_judge(
         if norms.empty: return INCONCLUSIVE, "not run"
         ratios = norms.iloc[:, -1]/norms.iloc[:, 0]
         seen = [1/NEAR < x < NEAR if stays else x < 1 for x in ratios]
-        return _all_or_none(seen, f"the last epoch's norm is {ratios.mean():.2f} times the first's")
+        return all_or_none(seen, f"the last epoch's norm is {ratios.mean():.2f} times the first's")
     return judge
 
 def lowest_norm(pool):
