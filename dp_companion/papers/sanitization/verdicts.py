@@ -51,7 +51,7 @@ def formula_covers_rows(
         f"{epsilon_text(achieved)}")
     return REFUTED if achieved > claimed else INCONCLUSIVE, why
 
-# %% ../../../nbs/papers/sanitization/verdicts.ipynb #5ea02d0e
+# %% ../../../nbs/papers/sanitization/verdicts.ipynb #75c9c6ee
 def _accuracy(record): return metric_of(record, "accuracy")
 
 def _of(records, method, skip=None):
@@ -70,7 +70,8 @@ def judge_layers(
         "A bound that follows the weights is more accurate than a fixed one":
             _above(records, "Sanitization + Adaptive C", "Sanitization", loose)}
     for m in REAL:
-        claims[f"{m} is more accurate than DP-SGD at the same certified ε"] = _above(records, m,
+        claims[f"{m} is more accurate than DP-SGD at the same certified ε (ours)"] = _above(records,
+            m,
             "DP-SGD", loose)
     return [Verdict(claim=claim, answer=answer, why=why, where=where)
         for claim, (answer, why) in claims.items()]
