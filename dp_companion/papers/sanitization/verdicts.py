@@ -102,7 +102,7 @@ def best_in_range(
     holds = all(beats(inside[best], o) for o in outside.values())
     return HOLDS if holds else INCONCLUSIVE, why
 
-# %% ../../../nbs/papers/sanitization/verdicts.ipynb #595b99d8
+# %% ../../../nbs/papers/sanitization/verdicts.ipynb #471a533d
 def flag_beyond_noise(
     raised:int, # How often the flag went up
     expected:float, # How often noise alone would raise it
@@ -110,4 +110,4 @@ def flag_beyond_noise(
     "Judge whether a flag goes up more often than noise alone would raise it."
     why = f"it went up {raised} times; noise alone would raise it {expected:.1f} times"
     if raised > expected + 2*math.sqrt(expected): return HOLDS, why
-    return REFUTED if raised <= expected else INCONCLUSIVE, why
+    return REFUTED if raised < expected - 2*math.sqrt(expected) else INCONCLUSIVE, why
