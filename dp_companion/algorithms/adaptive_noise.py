@@ -23,7 +23,7 @@ from ..budgets.schedules import _real
 # %% ../../nbs/algorithms/adaptive_noise.ipynb #e214726b
 @dataclass(frozen=True, kw_only=True)
 class BatchClip(ClipRule):
-    "Clipping of the batch's gradient to C, which no per-sample scale can say (paper adaptive_noise, Algorithm 4.1)."
+    "Clip the batch's gradient to C; no per-sample scale does (adaptive_noise, Algorithm 4.1)."
     name: ClassVar[str] = "batch"
 
     @property
@@ -42,7 +42,9 @@ class BatchStep:
         *,
         clip_rule:BatchClip, # C
         generator:torch.Generator|None=None, # Seed of the noise, for experiments
-    ): self.model, self.optimizer, self.clip_rule, self.noise = model, optimizer, clip_rule, GaussianNoise(generator=generator)
+    ):
+        self.model, self.optimizer, self.clip_rule = model, optimizer, clip_rule
+        self.noise = GaussianNoise(generator=generator)
 
     def __call__(self, loss_fn, inputs, targets, *, noise_multiplier:float,
         groups=None)->StepReport:
@@ -65,7 +67,7 @@ def clip_batch_(
     model:nn.Module, # With the batch's gradient in it, or none for an empty batch
     max_grad_norm:float, # C, in the unit of the norm
 )->tuple[Tensor,Tensor]: # Its norm before, private, and what it was multiplied by
-    "Scale the gradient of the batch to at most C, in place; a gradient that is not finite becomes zero."
+    "Scale the batch's gradient to at most C, in place; one that is not finite becomes zero."
     for p in model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
     scale = (max_grad_norm/norm).clamp(max=1) if norm.isfinite() else torch.zeros(())
@@ -168,7 +170,6 @@ def load_following(
 def following_start(
     floor:float, # f, least multiplier over the initial one; in (0, 1]
     epochs:int, # E, of the plan
-# R of a linear decay that reaches the floor in the last epoch, on the variance; 1 for no decay
-)->float:
+)->float: # R of a linear decay of the variance that ends at the floor; 1 for no decay
     "The planned fall: geometric, from the initial multiplier to the floor."
     return 1. if floor == 1 or epochs == 1 else floor**(2/(epochs - 1))

@@ -24,8 +24,7 @@ def row_std(
     rows:Tensor, # (batch, width) that a `SanitizationLayer` put out in training
     *,
     dropout:float=0., # Of the layer, where it is after the noise; dropped elements are exact zeros
-# (batch,) standard deviation of the surviving elements of each row; NaN for fewer than two
-)->Tensor:
+)->Tensor: # (batch,) spread of the surviving elements of each row; NaN for fewer than two
     "Spread of each released row (paper sanitization, Algorithm 2, on surviving elements)."
     if rows.dim() != 2:
         raise ValueError(f"rows must be (batch, width), got shape {tuple(rows.shape)}")
@@ -36,7 +35,7 @@ def row_std(
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #ac3bdbbb
 class ReleasedStd:
-    "Mean standard deviation of a layer's released rows, epoch by epoch: batch means, then their mean (paper sanitization, Algorithm 2)."
+    "Mean standard deviation of released rows, by epoch (sanitization, Algorithm 2)."
     def __init__(self,
         layer:SanitizationLayer, # Watched by a forward hook
     ):
@@ -79,7 +78,7 @@ def _released(stds, epochs):
 # %% ../../nbs/algorithms/early_stopping.ipynb #0a44841b
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    "What both flags share: up where a kind's `statistic` of the released standard deviations is within its `limit` of zero."
+    "What both flags share: up where the `statistic` is within its `limit` of zero."
     window: int # len, epochs; fits the run
     epochs: int # Of the run; >= 1
 
@@ -102,7 +101,7 @@ class Flag:
 
     @property
     def gain(self)->float: # Per epoch; > 0
-        "Standard deviation of the statistic over that of one epoch's value, where epochs err independently; both flags are linear."
+        "Standard deviation of the linear statistic over that of one epoch's value."
         return float(np.linalg.norm(self.statistic(np.eye(self.epochs))[-1]))
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #671ad18a
@@ -110,13 +109,13 @@ class Flag:
 def chance(self:Flag,
     error:float, # Standard deviation of one epoch's value around a flat (or straight) course; > 0
 )->float: # Probability in [0, 1]
-    "How likely one window of pure noise raises the flag: a Gaussian within its limit (@eq-epoch-error)."
+    "Probability that one window of pure noise raises the flag (@eq-epoch-error)."
     return float(2*stats.norm.cdf(self.limit/(self.gain*_real("error", error))) - 1)
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #e7729791
 @dataclass(frozen=True, kw_only=True)
 class SlopeFlag(Flag):
-    "Up where the line between a window's ends is nearly flat (paper sanitization, Algorithm 2, as its text reads)."
+    "Up where the line between a window's ends is nearly flat (sanitization, Algorithm 2)."
     threshold: float # T_s, units of the elements per epoch; > 0
 
     def __post_init__(self):
@@ -182,7 +181,7 @@ def epoch_error(
     width:int,
     rows:int, # N, rows of one epoch; >= 1
 )->float: # In units of the elements
-    "Standard deviation of an epoch's mean row standard deviation, where rows are noise alone (@eq-epoch-error)."
+    "Standard error of an epoch's mean row spread, for noise alone (@eq-epoch-error)."
     c4 = epoch_mean(1., width=width)
     return _real("noise_std", noise_std)*math.sqrt(max(1 - c4*c4, 0.)/_whole("rows", rows))
 

@@ -15,7 +15,7 @@ from ..budgets.schedules import _real, _whole
 # %% ../../nbs/algorithms/quantile_clipping.ipynb #19e05f20
 @dataclass(frozen=True, kw_only=True)
 class QuantileClip(Flat, CountingRule):
-    "Flat clipping whose bound follows a quantile of the norms by noisy counts (Andrew et al. 2021, arXiv 1905.03871)."
+    "Flat clipping with a bound that follows a quantile of the norms (arXiv 1905.03871)."
     # p, share of the norms that the bound is to hold; in (0, 1); the authors' default
     quantile: float = .5
     threshold_rate: float = .2 # eta, rate of the bound; in (0, 1e30); the authors' default

@@ -160,7 +160,7 @@ def funnel(
     # A `SanitizationLayer` of this width, or `nn.Identity()` to compare with
     sanitization:nn.Module,
 )->nn.Sequential: # (batch, in_features) to logits (batch, classes); parts below, sanitization, head
-    "Layers of 8n, 4n, 2n and n units, the noise, and the output (paper sanitization, Section 4.3.1)."
+    "Layers of 8n, 4n, 2n and n units, the noise, and the output (sanitization, Section 4.3.1)."
     widths = [_whole("in_features", in_features)] + [k*_whole("width", width) for k in (8, 4, 2, 1)]
     dense = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
     return _parts(nn.Sequential(*dense), sanitization, width,
@@ -215,7 +215,7 @@ def sanitization_resnet18(
     groups:int=32, # Groups of each normalisation; divides 64
     stages:int=4, # Of its stages, the first 1 to 4; a row has 64, 128, 256 or 512 elements
 )->nn.Sequential: # Images to logits; parts below, sanitization, head
-    "ResNet-18 with group normalisation and the noise after average pooling (paper sanitization, Section 6.1)."
+    "ResNet-18 with group norm and noise after average pooling (sanitization, Section 6.1)."
     if stages not in (1, 2, 3, 4):
         raise ValueError(f"stages must be 1, 2, 3 or 4, got stages={stages}")
     below = _first_stages(stages, norm_layer=lambda features: nn.GroupNorm(groups, features))
@@ -284,9 +284,10 @@ def _refuse_other_shapes(model):
     parts = dict(model.named_children())
     if not (_is_plain(model, nn.Sequential) and list(parts) == ["below", "sanitization", "head"]
         and _is_plain(parts["sanitization"], SanitizationLayer)):
+        found = ", ".join(f"{name} ({type(part).__name__})" for name, part in parts.items())
         raise ValueError("model must be an nn.Sequential of below, sanitization (a "
             "SanitizationLayer) and head, each as it is here and not derived from it, "
-                         f"got a {type(model).__name__} of {', '.join(f'{name} ({type(part).__name__})' for name, part in parts.items()) or 'no parts'}")
+            f"got a {type(model).__name__} of {found or 'no parts'}")
 
 def _mixes_records(module):
     "Whether a layer lets one record move another's row."
@@ -306,14 +307,16 @@ def model_report(
     releases:int|None=None, # Rows per record; one per epoch where None
     **rest, # neighbouring_relation, batches, empirical: as `sanitization_report` takes them
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
-    "Claimed and certified epsilon of a network that is trained in training mode, with a sanitization layer."
+    "Claimed and certified epsilon of a network that trains with a sanitization layer."
     _refuse_other_shapes(model)
     if below not in (None, "public"):
         raise ValueError(
             f"below must be public or None, got below={below!r}; the rest is read off the model")
     mixing = [name for name, module in model.below.named_modules() if _mixes_records(module)]
     if mixing:
-        raise ValueError(f"model.below must not mix records or keep their statistics, got {', '.join(f'{type(model.below.get_submodule(name)).__name__} in {name}' for name in mixing)}; use group normalisation")
+        found = [f"{type(model.below.get_submodule(n)).__name__} in {n}" for n in mixing]
+        raise ValueError("model.below must not mix records or keep their statistics, got "
+            f"{', '.join(found)}; use group normalisation")
     learned = any(p.requires_grad for p in model.below.parameters()) or (
         model.sanitization.passed_gradients and below != "public")
     applies = "dp_sgd" if gradient_events else "trained" if learned else below or "frozen"

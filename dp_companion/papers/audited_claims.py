@@ -164,10 +164,14 @@ def follows(
     headline:Headline, # A reading
     report:BudgetReport, # Its three epsilons
 )->str: # Sentences
-    "The verdict; of a reading whose epsilon is real, whether it holds, and what the paper's formula would have said of its noise."
+    "What follows from the three epsilons of one reading."
     if headline.is_printed and report.claimed: return report.verdict
     if headline.is_printed:
-        return f"{report.verdict} Read for a {headline.unit}, {headline.target:g} {'would be refuted: an attack achieves ' if report.empirical.epsilon > headline.target else 'is not reached by the attack: '}{epsilon_text(report.empirical.epsilon)}."
+        attacked = epsilon_text(report.empirical.epsilon)
+        over = report.empirical.epsilon > headline.target
+        said = "would be refuted: an attack achieves" if over else "is not reached by the attack:"
+        return (f"{report.verdict} Read for a {headline.unit}, {headline.target:g} {said} "
+            f"{attacked}.")
     claimed, certified, attacked = map(epsilon_text, three(report))
     held = f"Asked for {headline.target:.3g}, certified for {certified}: it holds."
     return held + (f" The paper's formula would promise {claimed} for this noise, and an attack "

@@ -227,7 +227,8 @@ def differences(
     rows = []
     for ours, theirs in pairs:
         found = standing(records, ours, theirs)
-        cells = {f"ε = {t:g}": _gap_text(theirs, *found.get(t, ("not run", "", ""))) for t in targets}
+        cells = {f"ε = {t:g}": _gap_text(theirs, *found.get(t, ("not run", "", "")))
+            for t in targets}
         other = short_name(theirs) if theirs else "the highest other"
         rows.append({"accuracy of": f"{short_name(ours)} against {other}", **cells})
     return pd.DataFrame(rows)

@@ -194,9 +194,8 @@ def audit_layers(
     runs:Path, # Their folder; their records are written again
     *,
     draws:int=DRAWS, # Trainings per world
-# The records, in their order, each with its empirical epsilon; a run without noise as it is
-)->list:
-    "Attack every run that was not attacked yet; runs that would be attacked alike are attacked once."
+)->list: # The records, in order, with empirical epsilon; runs without noise unchanged
+    "Attack every run that has no attack yet; runs that share one are attacked once."
     records, found = list(records), {}
     for r in tqdm([r for r in records if not r.budget["empirical"]], desc="attacks"):
         if _same_attack(r.spec) not in found:
@@ -227,7 +226,7 @@ def with_layer_finding(
 LOUD, QUIET = 1e4, 1e-9
 
 class Opposed(nn.Module):
-    "Layers below at their worst for DP-SGD: the sign of the first pixel decides where one matrix is pulled."
+    "Layers below at their worst: the sign of the first pixel decides where a matrix is pulled."
     def __init__(self,
         width:int, # Elements of a row
         middle:float, # Where rows start; half of the bound lets them move both ways

@@ -42,7 +42,7 @@ def first_layer_change(
     frozen:bool=False, # Whether the layers below stay as they were
     learning_rate:float=1e-2, # Of plain SGD
 )->Tensor: # (units, features): last minus initial weights of the first layer
-    "Train the paper's funnel as printed and say how its first layer moved (paper sanitization, Algorithm 1)."
+    "How the first layer of the funnel moves in training as printed (sanitization, Algorithm 1)."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_whole("seed", seed, 0))
         model = funnel(layer.width, int(labels.max()) + 1, in_features=features.shape[1],

@@ -92,9 +92,13 @@ class Sweeps:
             for specs in values.values() for s in specs))
     def described(self)->str: # Markdown, a line a data set
         "What is run, and what stays where something else varies."
-        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, {counted(size.seeds, 'seed')} a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
-                         f"Claimed ε = {claim_of(size):.3g} for each, certified: none."
-                         for name, size in self.sizes.items())
+        return "\n".join(self._described(*item) for item in self.sizes.items())
+    def _described(self, name, size):
+        return (f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, "
+            f"{counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, "
+            f"{counted(size.seeds, 'seed')} a setting; where it is not varied, n = {size.width}, "
+            f"C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
+            f"Claimed ε = {claim_of(size):.3g} for each, certified: none.")
     def label(self,
         name:str, # Of a data set
     )->str:
@@ -147,9 +151,7 @@ def table(self:Sweeps,
     name:str, # Of a data set
     sweep:str, # Of `SWEEP_NAMES`
     share:float=1., # Of the epochs, after which accuracy is read; in (0, 1]
-# A row a value: accuracy, its sd and each seed's (%), seeds, how many lost a class by the end,
-# and epsilons (nats): claimed, claimed for the attacked run, empirical
-)->pd.DataFrame:
+)->pd.DataFrame: # A row a value: accuracy (%), sd, each seed's, lost classes, epsilons (nats)
     "One sweep in numbers."
     if sweep not in self.asked.get(name, {}):
         raise ValueError("name and sweep must be ones that were asked for, "
@@ -182,7 +184,7 @@ def data_panels(
     names:list, # Of them: a panel each
     *labels, # Of the x and the y axis, with their units
 ):
-    "A picture with a panel for each data set: yields a list of (Axes, name), and gives them titles and legends on leaving."
+    "A panel for each data set: yields (Axes, name) pairs, adds titles and legends on leaving."
     if not names: raise ValueError("sweeps must be of some data set that was asked for, got none")
     with figure(*labels, panels=len(names), width=min(2 + 3.5*len(names), 7.5), height=3.2) as axes:
         pairs = list(zip(np.atleast_1d(axes), names))
@@ -193,7 +195,7 @@ def data_panels(
                 loc="upper center", bbox_to_anchor=(.5, -.22))
 
 def _line(ax, sweeps, name, sweep, share, k, has_shares):
-    "One line of means, a dot for each seed; where there are several shares, named by their epochs and the ε that is claimed after them."
+    "One line of means and a dot for each seed; shares are named by epochs and claimed ε."
     t, size = sweeps.table(name, sweep, share), sweeps.sizes[name]
     epochs = _after(sweeps.records[next(iter(sweeps.asked[name][sweep].values()))[0]], share)
     said = (f"{counted(epochs, 'epoch')}, ε {claim_of(replace(size, epochs=epochs)):.2g}"
@@ -211,7 +213,7 @@ def plot(self:Sweeps,
     logx:bool=False, # A logarithmic axis
     shares:tuple=(1.,), # Of the epochs, after which accuracy is read: a line each
 ):
-    "Accuracy against the value, a panel for each data set: means over seeds, and a dot for each seed."
+    "Accuracy against the value: a panel for each data set, a dot for each seed."
     with data_panels(self, self.panels(*sweeps), _AXES[sweeps[0]], "test accuracy (%)") as pairs:
         for ax, name in pairs:
             for k, (sweep, share) in enumerate((sweep, share) for sweep in sweeps
