@@ -24,9 +24,10 @@ def row_std(
     rows:Tensor, # (batch, width) that a `SanitizationLayer` put out in training
     *,
     dropout:float=0., # Of the layer, where it is after the noise; dropped elements are exact zeros
-)->Tensor: # (batch,) standard deviation of the surviving elements of each row; NaN for fewer than two
+)->Tensor: # (batch,) spread of the surviving elements of each row; NaN for fewer than two
     "Spread of each released row (paper sanitization, Algorithm 2, on surviving elements)."
-    if rows.dim() != 2: raise ValueError(f"rows must be (batch, width), got shape {tuple(rows.shape)}")
+    if rows.dim() != 2:
+        raise ValueError(f"rows must be (batch, width), got shape {tuple(rows.shape)}")
     kept = rows != 0 if dropout else torch.ones_like(rows, dtype=torch.bool)
     count = kept.sum(1)
     centred = (rows - (rows.sum(1)/count)[:, None])*kept
@@ -34,16 +35,18 @@ def row_std(
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #ac3bdbbb
 class ReleasedStd:
-    "Mean standard deviation of a layer's released rows, epoch by epoch: batch means, then their mean (paper sanitization, Algorithm 2)."
+    "Mean standard deviation of released rows, by epoch (sanitization, Algorithm 2)."
     def __init__(self,
         layer:SanitizationLayer, # Watched by a forward hook
     ):
-        self.batches, self.epochs = [], [] # One mean a batch of the current epoch, one number an epoch
+        # One mean a batch of the current epoch, one number an epoch
+        self.batches, self.epochs = [], []
         self.hook = layer.register_forward_hook(self._seen)
 
     def _seen(self, layer, inputs, rows):
         if not layer.training or not len(rows): return
-        spread = row_std(rows.detach(), dropout=layer.dropout if layer.dropout_position == "after" else 0.)
+        spread = row_std(rows.detach(), dropout=layer.dropout if layer.dropout_position == "after"
+            else 0.)
         self.batches.append(spread.nanmean())
 
     def close_epoch(self)->float: # s of the epoch; NaN where it had no rows
@@ -59,18 +62,23 @@ class ReleasedStd:
 # %% ../../nbs/algorithms/early_stopping.ipynb #176c35b1
 def _window(window, epochs, least, needed):
     "A window that fits the run, or one sentence."
-    _whole("window", window, least); _whole("epochs", epochs, needed - window + least)
-    if needed > epochs: raise ValueError(f"window must be <= {epochs - needed + window} for a run of {epochs} epochs, got window={window}")
+    _whole("window", window, least)
+    _whole("epochs", epochs, needed - window + least)
+    if needed > epochs:
+        raise ValueError(f"window must be <= {epochs - needed + window} for a run of {epochs} "
+            f"epochs, got window={window}")
 
 def _released(stds, epochs):
     stds = np.asarray(stds, dtype=float)
-    if stds.ndim != 1 or len(stds) > epochs: raise ValueError(f"stds must be one value per epoch, at most {epochs}, got an array of shape {stds.shape}")
+    if stds.ndim != 1 or len(stds) > epochs:
+        raise ValueError(f"stds must be one value per epoch, at most {epochs}, got an array of "
+            f"shape {stds.shape}")
     return stds
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #0a44841b
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    "What both flags share: up where a kind's `statistic` of the released standard deviations is within its `limit` of zero."
+    "What both flags share: up where the `statistic` is within its `limit` of zero."
     window: int # len, epochs; fits the run
     epochs: int # Of the run; >= 1
 
@@ -93,7 +101,7 @@ class Flag:
 
     @property
     def gain(self)->float: # Per epoch; > 0
-        "Standard deviation of the statistic over that of one epoch's value, where epochs err independently; both flags are linear."
+        "Standard deviation of the linear statistic over that of one epoch's value."
         return float(np.linalg.norm(self.statistic(np.eye(self.epochs))[-1]))
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #671ad18a
@@ -101,13 +109,13 @@ class Flag:
 def chance(self:Flag,
     error:float, # Standard deviation of one epoch's value around a flat (or straight) course; > 0
 )->float: # Probability in [0, 1]
-    "How likely one window of pure noise raises the flag: a Gaussian within its limit (@eq-epoch-error)."
+    "Probability that one window of pure noise raises the flag (@eq-epoch-error)."
     return float(2*stats.norm.cdf(self.limit/(self.gain*_real("error", error))) - 1)
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #e7729791
 @dataclass(frozen=True, kw_only=True)
 class SlopeFlag(Flag):
-    "Up where the line between a window's ends is nearly flat (paper sanitization, Algorithm 2, as its text reads)."
+    "Up where the line between a window's ends is nearly flat (sanitization, Algorithm 2)."
     threshold: float # T_s, units of the elements per epoch; > 0
 
     def __post_init__(self):
@@ -123,7 +131,8 @@ class SlopeFlag(Flag):
         stds:np.ndarray, # (epochs so far, ...) released standard deviations
     )->np.ndarray: # (windows so far, ...), units of the elements per epoch
         "Slope of the line between each window's ends."
-        return (stds[self.window - 1:] - stds[:max(len(stds) - self.window + 1, 0)])/(self.window - 1)
+        return (stds[self.window - 1:] - stds[:max(len(stds) - self.window + 1, 0)])/(
+            self.window - 1)
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #fbfc7278
 @dataclass(frozen=True, kw_only=True)
@@ -153,21 +162,26 @@ class TrendFlag(Flag):
 def epoch_mean(
     noise_std:float, # s, noise of one element; > 0
     *,
-    width:int, # n, elements of a row (surviving ones, with dropout); from 2 to 100,000, above which rounding shows
+    # n, elements of a row (surviving ones, with dropout); from 2 to 100,000, above which
+    # rounding shows
+    width:int,
 )->float: # In units of the elements
     "Mean of an epoch's mean row standard deviation, where rows are noise alone (@eq-epoch-error)."
     n = _whole("width", width, 2)
     if n > 100_000: raise ValueError(f"width must be <= 100000, got width={width}")
-    return _real("noise_std", noise_std)*math.sqrt(2/(n - 1))*math.exp(math.lgamma(n/2) - math.lgamma((n - 1)/2))
+    return _real("noise_std", noise_std)*math.sqrt(2/(n - 1))*math.exp(
+        math.lgamma(n/2) - math.lgamma((n - 1)/2))
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #0211ad15
 def epoch_error(
     noise_std:float, # s, noise of one element; > 0
     *,
-    width:int, # n, elements of a row (surviving ones, with dropout); from 2 to 100,000, above which rounding shows
+    # n, elements of a row (surviving ones, with dropout); from 2 to 100,000, above which
+    # rounding shows
+    width:int,
     rows:int, # N, rows of one epoch; >= 1
 )->float: # In units of the elements
-    "Standard deviation of an epoch's mean row standard deviation, where rows are noise alone (@eq-epoch-error)."
+    "Standard error of an epoch's mean row spread, for noise alone (@eq-epoch-error)."
     c4 = epoch_mean(1., width=width)
     return _real("noise_std", noise_std)*math.sqrt(max(1 - c4*c4, 0.)/_whole("rows", rows))
 
@@ -179,7 +193,9 @@ def moving_bound(
 )->float: # C; finite, > 0
     "The clipping bound t‖W‖, Frobenius norm (paper sanitization, Algorithm 3)."
     norm = weight.detach().double().norm().item()
-    if not 0 < norm < math.inf: raise ValueError(f"weight must be finite and not all zero, got a norm of {norm}; set C by hand for such weights")
+    if not 0 < norm < math.inf:
+        raise ValueError(f"weight must be finite and not all zero, got a norm of {norm}; set C by "
+            "hand for such weights")
     return _real("bound_ratio", bound_ratio)*norm
 
 # %% ../../nbs/algorithms/early_stopping.ipynb #653ff095

@@ -32,17 +32,23 @@ class SanitizationLayer(nn.Module):
     def __init__(self,
         width:int, # n, elements of a row; >= 1
         clip:float, # C, bound on each element; finite, > 0
-        noise_multiplier:float, # sigma; noise std of one element is sigma*C*sqrt(n(1-p)); finite, > 0
+        # sigma; noise std of one element is sigma*C*sqrt(n(1-p)); finite, > 0
+        noise_multiplier:float,
         dropout:float=0., # p, probability that an element is dropped; in [0, 1)
         dropout_position:Literal["before","after"]="after", # Of the noise: the paper says both
         generator:torch.Generator|None=None, # Of noise and dropout; torch's global one where None
-        rows:Literal["symmetric","nonnegative"]="symmetric", # Elements are clipped to [-C, C], or to [0, C]
+        # Elements are clipped to [-C, C], or to [0, C]
+        rows:Literal["symmetric","nonnegative"]="symmetric",
     ):
         super().__init__()
-        RowRelease(width=width, noise_multiplier=noise_multiplier, releases=1, dropout=dropout, dropout_position=dropout_position, rows=rows) # checks them all
-        self.width, self.noise_multiplier, self.dropout, self.dropout_position = width, noise_multiplier, dropout, dropout_position
+        # checks them all
+        RowRelease(width=width, noise_multiplier=noise_multiplier, releases=1, dropout=dropout,
+            dropout_position=dropout_position, rows=rows)
+        self.width, self.noise_multiplier, self.dropout, self.dropout_position = (width,
+            noise_multiplier, dropout, dropout_position)
         self.clip, self.generator, self.rows = clip, generator, rows
-        self.passed_gradients = False # Whether training has ever sent a gradient below; travels with the state
+        # Whether training has ever sent a gradient below; travels with the state
+        self.passed_gradients = False
 
     @property
     def clip(self)->float: # C, finite, > 0
@@ -71,7 +77,9 @@ def set_extra_state(self:SanitizationLayer,
     self.clip, self.passed_gradients = state["clip"], state.get("passed_gradients", True)
 
 @patch
-def extra_repr(self:SanitizationLayer): return f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, dropout={self.dropout:g} {self.dropout_position} the noise"
+def extra_repr(self:SanitizationLayer):
+    return (f"width={self.width}, clip={self.clip:g}, noise_multiplier={self.noise_multiplier:g}, "
+        f"dropout={self.dropout:g} {self.dropout_position} the noise")
 
 # %% ../../nbs/algorithms/sanitization.ipynb #8ce4dec2
 @patch
@@ -79,7 +87,8 @@ def release(self:SanitizationLayer,
     releases:int, # Epochs, or steps for known Poisson batches
 )->RowRelease:
     "What this layer releases of one record, for the budget."
-    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases, dropout=self.dropout, dropout_position=self.dropout_position, rows=self.rows)
+    return RowRelease(width=self.width, noise_multiplier=self.noise_multiplier, releases=releases,
+        dropout=self.dropout, dropout_position=self.dropout_position, rows=self.rows)
 
 @patch(as_prop=True)
 def noise_std(self:SanitizationLayer)->float: # In units of the elements
@@ -101,7 +110,8 @@ def dropped(self:SanitizationLayer,
 )->Tensor: # (batch, width)
     "Rows with some elements at +0, the others over 1-p."
     if not self.dropout: return rows
-    kept = _drawn(rows.detach(), self.generator, lambda t: t.bernoulli_(1 - self.dropout, generator=self.generator)) > 0
+    kept = _drawn(rows.detach(), self.generator, lambda t: t.bernoulli_(1 - self.dropout,
+        generator=self.generator)) > 0
     return torch.where(kept, rows/(1 - self.dropout), 0.)
 
 @patch
@@ -110,9 +120,11 @@ def noisy(self:SanitizationLayer,
 )->Tensor: # (batch, width), multiples of `grid`
     "Rows with noise, cut to the bound and added on the grid."
     exact, most = rows.detach().double(), math.floor(self.clip/self.grid)
-    noise = _drawn(exact, self.generator, lambda t: t.normal_(0., self.noise_std, generator=self.generator))
+    noise = _drawn(exact, self.generator, lambda t: t.normal_(0., self.noise_std,
+        generator=self.generator))
     steps = (exact/self.grid).trunc_().clamp_(-most, most).add_(noise.div_(self.grid).round_())
-    return steps.mul_(self.grid).to(rows.dtype) + (rows - rows.detach()) # the second term is zero, with a gradient
+    # the second term is zero, with a gradient
+    return steps.mul_(self.grid).to(rows.dtype) + (rows - rows.detach())
 
 # %% ../../nbs/algorithms/sanitization.ipynb #0e440fd7
 @patch
@@ -120,7 +132,9 @@ def forward(self:SanitizationLayer,
     rows:Tensor, # (batch, width)
 )->Tensor: # (batch, width): sanitized in training, clipped in evaluation
     "One released row per record (paper sanitization, Algorithm 1)."
-    if rows.dim() != 2 or rows.shape[1] != self.width: raise ValueError(f"width must be that of the rows, one row per record, got width={self.width} for an input of shape {tuple(rows.shape)}")
+    if rows.dim() != 2 or rows.shape[1] != self.width:
+        raise ValueError("width must be that of the rows, one row per record, got "
+            f"width={self.width} for an input of shape {tuple(rows.shape)}")
     rows = rows.nan_to_num(nan=0.)
     if not self.training: return self.clipped(rows)
     self.passed_gradients |= rows.requires_grad
@@ -133,7 +147,8 @@ def _parts(below, sanitization, width, head):
     "A network in three named parts, if the layer fits."
     fits = getattr(sanitization, "width", width)
     if fits != width: raise ValueError(f"width must be {width} for this network, got width={fits}")
-    if isinstance(sanitization, SanitizationLayer): sanitization.rows = "nonnegative" # A ReLU is last below, and the layer holds it to that
+    # A ReLU is last below, and the layer holds it to that
+    if isinstance(sanitization, SanitizationLayer): sanitization.rows = "nonnegative"
     return nn.Sequential(OrderedDict(below=below, sanitization=sanitization, head=head))
 
 # %% ../../nbs/algorithms/sanitization.ipynb #205c2729
@@ -142,12 +157,14 @@ def funnel(
     classes:int, # Number of classes
     *,
     in_features:int, # Width of what comes in
-    sanitization:nn.Module, # A `SanitizationLayer` of this width, or `nn.Identity()` to compare with
+    # A `SanitizationLayer` of this width, or `nn.Identity()` to compare with
+    sanitization:nn.Module,
 )->nn.Sequential: # (batch, in_features) to logits (batch, classes); parts below, sanitization, head
-    "Layers of 8n, 4n, 2n and n units, the noise, and the output (paper sanitization, Section 4.3.1)."
+    "Layers of 8n, 4n, 2n and n units, the noise, and the output (sanitization, Section 4.3.1)."
     widths = [_whole("in_features", in_features)] + [k*_whole("width", width) for k in (8, 4, 2, 1)]
     dense = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return _parts(nn.Sequential(*dense), sanitization, width, nn.Linear(width, _whole("classes", classes)))
+    return _parts(nn.Sequential(*dense), sanitization, width,
+        nn.Linear(width, _whole("classes", classes)))
 
 # %% ../../nbs/algorithms/sanitization.ipynb #f6531d71
 CNN_FILTERS = (32, 64, 128) # ours: the paper gives three convolutions, not their widths
@@ -164,20 +181,26 @@ def sanitization_cnn(
     "Three convolutions, three poolings and the funnel (paper sanitization, Section 6.1)."
     _whole("image_size", image_size, 8)
     sizes = (_whole("channels", channels),) + tuple(filters)
-    convolutions = [layer for a, b in zip(sizes, sizes[1:]) for layer in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))]
-    top = funnel(width, classes, in_features=sizes[-1]*(image_size//8)**2, sanitization=sanitization)
-    return _parts(nn.Sequential(*convolutions, nn.Flatten(), *top.below), sanitization, width, top.head)
+    convolutions = [layer for a, b in zip(sizes, sizes[1:])
+        for layer in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))]
+    top = funnel(width, classes, in_features=sizes[-1]*(image_size//8)**2,
+        sanitization=sanitization)
+    return _parts(nn.Sequential(*convolutions, nn.Flatten(), *top.below), sanitization, width,
+        top.head)
 
 # %% ../../nbs/algorithms/sanitization.ipynb #117324f7
 def _first_stages(stages, **kwargs):
     "torchvision's ResNet-18 whose later stages are never built."
     from torchvision.models.resnet import BasicBlock, ResNet
     class PlainBlock(BasicBlock):
-        def forward(self, x): # torchvision's, without its sum in place, which per-sample hooks cannot follow
+        # torchvision's, without its sum in place, which per-sample hooks cannot follow
+        def forward(self, x):
             out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
             return self.relu(out + (x if self.downsample is None else self.downsample(x)))
     class Stages(ResNet):
-        def _make_layer(self, block, planes, *args, **kwargs): return super()._make_layer(block, planes, *args, **kwargs) if planes <= 32*2**stages else nn.Identity()
+        def _make_layer(self, block, planes, *args, **kwargs):
+            return super()._make_layer(block, planes, *args,
+                **kwargs) if planes <= 32*2**stages else nn.Identity()
     network = Stages(PlainBlock, [2, 2, 2, 2], **kwargs)
     for layer in network.modules():
         if isinstance(layer, nn.ReLU): layer.inplace = False
@@ -185,17 +208,21 @@ def _first_stages(stages, **kwargs):
 
 def sanitization_resnet18(
     *,
-    sanitization:nn.Module, # A `SanitizationLayer` of the width that `stages` gives, or `nn.Identity()`
+    # A `SanitizationLayer` of the width that `stages` gives, or `nn.Identity()`
+    sanitization:nn.Module,
     channels:int=3, # Channels of the image
     classes:int=10, # Number of classes
     groups:int=32, # Groups of each normalisation; divides 64
     stages:int=4, # Of its stages, the first 1 to 4; a row has 64, 128, 256 or 512 elements
 )->nn.Sequential: # Images to logits; parts below, sanitization, head
-    "ResNet-18 with group normalisation and the noise after average pooling (paper sanitization, Section 6.1)."
-    if stages not in (1, 2, 3, 4): raise ValueError(f"stages must be 1, 2, 3 or 4, got stages={stages}")
+    "ResNet-18 with group norm and noise after average pooling (sanitization, Section 6.1)."
+    if stages not in (1, 2, 3, 4):
+        raise ValueError(f"stages must be 1, 2, 3 or 4, got stages={stages}")
     below = _first_stages(stages, norm_layer=lambda features: nn.GroupNorm(groups, features))
     below.fc = nn.Identity()
-    if channels != 3: below.conv1 = nn.Conv2d(_whole("channels", channels), 64, 7, stride=2, padding=3, bias=False)
+    if channels != 3:
+        below.conv1 = nn.Conv2d(_whole("channels", channels), 64, 7, stride=2, padding=3,
+            bias=False)
     width = 32*2**stages
     return _parts(below, sanitization, width, nn.Linear(width, _whole("classes", classes)))
 
@@ -224,8 +251,11 @@ def pooled_rows(
 )->nn.Sequential: # Images to logits; parts below, sanitization, head; nothing to train below
     "Average pooling to a small grid, and a linear head."
     side = math.isqrt(_whole("width", width)//_whole("channels", channels))
-    if channels*side*side != width or side > image_size: raise ValueError(f"width must be {channels} times a square number that fits {image_size} pixels, got width={width}")
-    return _parts(nn.Sequential(FromBlack(black), nn.AdaptiveAvgPool2d(side), nn.Flatten()), sanitization, width, nn.Linear(width, _whole("classes", classes)))
+    if channels*side*side != width or side > image_size:
+        raise ValueError(f"width must be {channels} times a square number that fits {image_size} "
+            f"pixels, got width={width}")
+    return _parts(nn.Sequential(FromBlack(black), nn.AdaptiveAvgPool2d(side), nn.Flatten()),
+        sanitization, width, nn.Linear(width, _whole("classes", classes)))
 
 # %% ../../nbs/algorithms/sanitization.ipynb #76606277
 def random_below(
@@ -252,13 +282,17 @@ def _is_plain(module, kind): return type(module) is kind and "forward" not in va
 def _refuse_other_shapes(model):
     "Nothing learns elsewhere, rows pass the layer, and the layer is the one of this page."
     parts = dict(model.named_children())
-    if not (_is_plain(model, nn.Sequential) and list(parts) == ["below", "sanitization", "head"] and _is_plain(parts["sanitization"], SanitizationLayer)):
-        raise ValueError("model must be an nn.Sequential of below, sanitization (a SanitizationLayer) and head, each as it is here and not derived from it, "
-                         f"got a {type(model).__name__} of {', '.join(f'{name} ({type(part).__name__})' for name, part in parts.items()) or 'no parts'}")
+    if not (_is_plain(model, nn.Sequential) and list(parts) == ["below", "sanitization", "head"]
+        and _is_plain(parts["sanitization"], SanitizationLayer)):
+        found = ", ".join(f"{name} ({type(part).__name__})" for name, part in parts.items())
+        raise ValueError("model must be an nn.Sequential of below, sanitization (a "
+            "SanitizationLayer) and head, each as it is here and not derived from it, "
+            f"got a {type(model).__name__} of {found or 'no parts'}")
 
 def _mixes_records(module):
     "Whether a layer lets one record move another's row."
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "track_running_stats", False)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module,
+        "track_running_stats", False)
 
 # %% ../../nbs/algorithms/sanitization.ipynb #96caba50
 def model_report(
@@ -266,17 +300,26 @@ def model_report(
     plan:PoissonPlan, # Records, batch, epochs; each record is in one batch per epoch
     *,
     delta:float, # Target delta, in (0, 1)
-    gradient_events:tuple[MechanismEvent,...]=(), # Of DP-SGD on the layers below, where that trains them
-    below:Literal["public"]|None=None, # That the weights below come from public data; read off the model where None
+    # Of DP-SGD on the layers below, where that trains them
+    gradient_events:tuple[MechanismEvent,...]=(),
+    # That the weights below come from public data; read off the model where None
+    below:Literal["public"]|None=None,
     releases:int|None=None, # Rows per record; one per epoch where None
     **rest, # neighbouring_relation, batches, empirical: as `sanitization_report` takes them
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
-    "Claimed and certified epsilon of a network that is trained in training mode, with a sanitization layer."
+    "Claimed and certified epsilon of a network that trains with a sanitization layer."
     _refuse_other_shapes(model)
-    if below not in (None, "public"): raise ValueError(f"below must be public or None, got below={below!r}; the rest is read off the model")
+    if below not in (None, "public"):
+        raise ValueError(
+            f"below must be public or None, got below={below!r}; the rest is read off the model")
     mixing = [name for name, module in model.below.named_modules() if _mixes_records(module)]
-    if mixing: raise ValueError(f"model.below must not mix records or keep their statistics, got {', '.join(f'{type(model.below.get_submodule(name)).__name__} in {name}' for name in mixing)}; use group normalisation")
-    learned = any(p.requires_grad for p in model.below.parameters()) or (model.sanitization.passed_gradients and below != "public")
+    if mixing:
+        found = [f"{type(model.below.get_submodule(n)).__name__} in {n}" for n in mixing]
+        raise ValueError("model.below must not mix records or keep their statistics, got "
+            f"{', '.join(found)}; use group normalisation")
+    learned = any(p.requires_grad for p in model.below.parameters()) or (
+        model.sanitization.passed_gradients and below != "public")
     applies = "dp_sgd" if gradient_events else "trained" if learned else below or "frozen"
     release = model.sanitization.release(plan.epochs if releases is None else releases)
-    return sanitization_report(release, plan, below=applies, delta=delta, gradient_events=gradient_events, **rest)
+    return sanitization_report(release, plan, below=applies, delta=delta,
+        gradient_events=gradient_events, **rest)

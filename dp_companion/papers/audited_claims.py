@@ -24,7 +24,8 @@ from ..budgets.schedules import Constant, PoissonPlan
 from ..budgets.stages import Stages, calibrated, sad_claim
 from ..budgets.units import certify_group, clipped_per_unit
 from ..training.records import run_spec
-from .sanitization.grid import claim_of, layer_profile, printed_values, real_values
+from .sanitization.grid import (
+    claim_of, layer_profile, printed_values, real_values)
 from .tables import epsilon_text
 
 # %% ../../nbs/papers/audited_claims.ipynb #2ee33042
@@ -51,51 +52,88 @@ def _audited(events, delta, draws, **options): # A seed to a Finding
 
 def _v2_s(is_printed)->Headline:
     "V2-S of paper global_adapt_v2."
-    printed = next(c.schedule for c in multiplier_claims() if (c.schedule.decay_rate, c.schedule.drop_every) == (.5, 10))
-    def noise(): return printed if is_printed else replace(printed, initial=calibrate(printed, PAPER_PLAN, target_epsilon=1., delta=PAPER_DELTA, accountant="pld"))
+    printed = next(c.schedule for c in multiplier_claims()
+        if (c.schedule.decay_rate, c.schedule.drop_every) == (.5, 10))
+    def noise():
+        return printed if is_printed else replace(printed,
+            initial=calibrate(printed, PAPER_PLAN, target_epsilon=1., delta=PAPER_DELTA,
+            accountant="pld"))
     def events(): return gaussian_events(noise(), PAPER_PLAN)
-    def budget(): return budget_report(events(), delta=PAPER_DELTA, claimed=claimed_budget(noise(), PAPER_PLAN, delta=PAPER_DELTA), privacy_unit="image")
-    return Headline(paper="global_adapt_v2", setting="V2-S on MNIST for ε = 1", is_printed=is_printed, target=1., unit="image", budget=budget, attack=_audited(events, PAPER_DELTA, 2000))
+    def budget():
+        return budget_report(events(), delta=PAPER_DELTA,
+            claimed=claimed_budget(noise(), PAPER_PLAN, delta=PAPER_DELTA), privacy_unit="image")
+    return Headline(paper="global_adapt_v2", setting="V2-S on MNIST for ε = 1",
+        is_printed=is_printed, target=1., unit="image", budget=budget,
+        attack=_audited(events, PAPER_DELTA, 2000))
 
 # %% ../../nbs/papers/audited_claims.ipynb #abfe7b94
-SAD_PLAN, SAD_DELTA, SAD_TARGET, LESION_IMAGES = PoissonPlan(dataset_size=8012, expected_batch_size=128, epochs=50), 1e-3, 8., 6 # its training part, batch, epochs, δ; most images of one lesion
+# its training part, batch, epochs, δ; most images of one lesion
+SAD_PLAN, SAD_DELTA, SAD_TARGET, LESION_IMAGES = PoissonPlan(dataset_size=8012,
+    expected_batch_size=128, epochs=50), 1e-3, 8., 6
 
 def _sad(unit)->Headline:
     "SAD-DPSGD with its own accounting, looked at by image or by lesion."
-    noise = calibrated(Stages.of_plan(SAD_PLAN, initial=1., value_ratio=.8), SAD_PLAN, target_epsilon=SAD_TARGET, delta=SAD_DELTA)
+    noise = calibrated(Stages.of_plan(SAD_PLAN, initial=1., value_ratio=.8), SAD_PLAN,
+        target_epsilon=SAD_TARGET, delta=SAD_DELTA)
     events, images = gaussian_events(noise, SAD_PLAN), LESION_IMAGES if unit == "lesion" else 1
     def budget():
-        if images == 1: return budget_report(events, delta=SAD_DELTA, claimed=sad_claim(events, delta=SAD_DELTA, steps=SAD_PLAN.steps), privacy_unit=unit)
-        return replace(budget_report(events, delta=SAD_DELTA, privacy_unit=unit), certified=certify_group(events, images=images, delta=SAD_DELTA))
-    return Headline(paper="sad", setting="SAD-DPSGD on HAM10000 for ε = 8", is_printed=True, target=SAD_TARGET, unit=unit, budget=budget, attack=_audited(lambda: events, SAD_DELTA, 40_000, images=images))
+        if images == 1:
+            return budget_report(events, delta=SAD_DELTA,
+                claimed=sad_claim(events, delta=SAD_DELTA, steps=SAD_PLAN.steps), privacy_unit=unit)
+        return replace(budget_report(events, delta=SAD_DELTA, privacy_unit=unit),
+            certified=certify_group(events, images=images, delta=SAD_DELTA))
+    return Headline(paper="sad", setting="SAD-DPSGD on HAM10000 for ε = 8", is_printed=True,
+        target=SAD_TARGET, unit=unit, budget=budget, attack=_audited(lambda: events, SAD_DELTA,
+        40_000, images=images))
 
 def _sad_per_lesion()->Headline:
     "SAD-DPSGD whose noise is chosen for lesions, their images clipped together."
     shape = Stages.of_plan(SAD_PLAN, initial=1., value_ratio=.8)
-    def seen(sigma): return clipped_per_unit(gaussian_events(shape.rescaled(sigma), SAD_PLAN), images=LESION_IMAGES)
-    events = seen(smallest_scale(lambda sigma: certify(seen(sigma), delta=SAD_DELTA, accountants=("rdp",))["rdp"].epsilon, SAD_TARGET))
+    def seen(sigma):
+        return clipped_per_unit(gaussian_events(shape.rescaled(sigma), SAD_PLAN),
+            images=LESION_IMAGES)
+    events = seen(smallest_scale(lambda sigma: certify(seen(sigma), delta=SAD_DELTA,
+        accountants=("rdp",))["rdp"].epsilon, SAD_TARGET))
     def budget(): return budget_report(events, delta=SAD_DELTA, privacy_unit="lesion")
-    return Headline(paper="sad", setting="the same, clipped and accounted per lesion", is_printed=False, target=SAD_TARGET, unit="lesion", budget=budget, attack=_audited(lambda: events, SAD_DELTA, 20_000))
+    return Headline(paper="sad", setting="the same, clipped and accounted per lesion",
+        is_printed=False, target=SAD_TARGET, unit="lesion", budget=budget,
+        attack=_audited(lambda: events, SAD_DELTA, 20_000))
 
 # %% ../../nbs/papers/audited_claims.ipynb #db113feb
-ADAPTIVE_PLAN, ADAPTIVE_DELTA = PoissonPlan(dataset_size=60_000, expected_batch_size=256, epochs=10), 1e-5 # ours: the paper gives no sizes
+# ours: the paper gives no sizes
+ADAPTIVE_PLAN, ADAPTIVE_DELTA = PoissonPlan(dataset_size=60_000, expected_batch_size=256,
+    epochs=10), 1e-5
 
 def _batch_clip(is_printed)->Headline:
     "Algorithm 4.1 of paper adaptive_noise."
-    said = Constant(initial=calibrate(Constant(initial=1.), ADAPTIVE_PLAN, target_epsilon=1., delta=ADAPTIVE_DELTA, accountant="rdp"))
-    as_said, ran = gaussian_events(said, ADAPTIVE_PLAN), gaussian_events(said.rescaled(said.initial/2) if is_printed else said, ADAPTIVE_PLAN)
-    def budget(): return budget_report(ran, delta=ADAPTIVE_DELTA, claimed=sad_claim(as_said, delta=ADAPTIVE_DELTA, steps=ADAPTIVE_PLAN.steps), privacy_unit="image")
-    return Headline(paper="adaptive_noise", setting=f"Algorithm 4.1 for ε = 1, noise of {'σC' if is_printed else '2σC'}", is_printed=is_printed, target=1., unit="image", budget=budget, attack=_audited(lambda: ran, ADAPTIVE_DELTA, 20_000))
+    said = Constant(initial=calibrate(Constant(initial=1.), ADAPTIVE_PLAN, target_epsilon=1.,
+        delta=ADAPTIVE_DELTA, accountant="rdp"))
+    as_said, ran = gaussian_events(said, ADAPTIVE_PLAN), gaussian_events(
+        said.rescaled(said.initial/2) if is_printed else said, ADAPTIVE_PLAN)
+    def budget():
+        return budget_report(ran, delta=ADAPTIVE_DELTA,
+            claimed=sad_claim(as_said, delta=ADAPTIVE_DELTA, steps=ADAPTIVE_PLAN.steps),
+            privacy_unit="image")
+    return Headline(paper="adaptive_noise",
+        setting=f"Algorithm 4.1 for ε = 1, noise of {'σC' if is_printed else '2σC'}",
+        is_printed=is_printed, target=1., unit="image", budget=budget,
+        attack=_audited(lambda: ran, ADAPTIVE_DELTA, 20_000))
 
 # %% ../../nbs/papers/audited_claims.ipynb #46883818
 def _rows(is_printed)->Headline:
     "Rows of the sanitization layer, ResNet-18 on CIFAR-10."
     profile = layer_profile("paper", "CIFAR-10, ResNet-18")
-    spec = run_spec(**(printed_values(profile) if is_printed else real_values(profile, "One release", target_epsilon=claim_of(profile))), seed=0)
-    release = RowRelease(width=spec.method.layer_width, noise_multiplier=spec.method.layer_noise_multiplier, releases=spec.method.layer_releases or spec.epochs, rows="nonnegative")
-    def budget(): return sanitization_report(release, profile.plan, below=spec.method.layer_below, delta=spec.delta)
-    setting = f"rows of ResNet-18, {release.releases} a record" + (", trained below" if is_printed else ", public features below")
-    return Headline(paper="sanitization", setting=setting, is_printed=is_printed, target=claim_of(profile), unit="features", budget=budget, attack=lambda seed: attack_rows(spec, seed=seed))
+    spec = run_spec(**(printed_values(profile) if is_printed
+        else real_values(profile, "One release", target_epsilon=claim_of(profile))), seed=0)
+    release = RowRelease(width=spec.method.layer_width, noise_multiplier=spec.method.layer_noise_multiplier,
+        releases=spec.method.layer_releases or spec.epochs, rows="nonnegative")
+    def budget():
+        return sanitization_report(release, profile.plan, below=spec.method.layer_below, delta=spec.delta)
+    setting = (f"rows of ResNet-18, {release.releases} a record"
+        + (", trained below" if is_printed else ", public features below"))
+    return Headline(paper="sanitization", setting=setting, is_printed=is_printed,
+        target=claim_of(profile), unit="features", budget=budget,
+        attack=lambda seed: attack_rows(spec, seed=seed))
 
 # %% ../../nbs/papers/audited_claims.ipynb #9ab4ebaf
 HEADLINES = {
@@ -111,19 +149,31 @@ def audit_headlines(
     seed:int=0, # Of the attacks' draws
 )->list: # (Headline, BudgetReport with all three epsilons) each
     "Attack what a paper stands for, as printed and with an epsilon that is certified."
-    if paper not in HEADLINES: raise ValueError(f"paper must be one of {', '.join(HEADLINES)}, got paper={paper!r}")
-    return [(headline, headline.report(seed)) for headline in tqdm(HEADLINES[paper](), desc=f"attacks on {paper}")]
+    if paper not in HEADLINES:
+        raise ValueError(f"paper must be one of {', '.join(HEADLINES)}, got paper={paper!r}")
+    return [(headline, headline.report(seed)) for headline in tqdm(HEADLINES[paper](),
+        desc=f"attacks on {paper}")]
 
 # %% ../../nbs/papers/audited_claims.ipynb #9ab4ebb1
-def three(report:BudgetReport)->tuple: return report.claimed.epsilon if report.claimed else math.nan, report.epsilon, report.empirical.epsilon # Claimed, certified, empirical
+# Claimed, certified, empirical
+def three(report:BudgetReport)->tuple:
+    return (report.claimed.epsilon if report.claimed else math.nan, report.epsilon,
+        report.empirical.epsilon)
 
 def follows(
     headline:Headline, # A reading
     report:BudgetReport, # Its three epsilons
 )->str: # Sentences
-    "The verdict; of a reading whose epsilon is real, whether it holds, and what the paper's formula would have said of its noise."
+    "What follows from the three epsilons of one reading."
     if headline.is_printed and report.claimed: return report.verdict
-    if headline.is_printed: return f"{report.verdict} Read for a {headline.unit}, {headline.target:g} {'would be refuted: an attack achieves ' if report.empirical.epsilon > headline.target else 'is not reached by the attack: '}{epsilon_text(report.empirical.epsilon)}."
+    if headline.is_printed:
+        attacked = epsilon_text(report.empirical.epsilon)
+        over = report.empirical.epsilon > headline.target
+        said = "would be refuted: an attack achieves" if over else "is not reached by the attack:"
+        return (f"{report.verdict} Read for a {headline.unit}, {headline.target:g} {said} "
+            f"{attacked}.")
     claimed, certified, attacked = map(epsilon_text, three(report))
     held = f"Asked for {headline.target:.3g}, certified for {certified}: it holds."
-    return held + (f" The paper's formula would promise {claimed} for this noise, and an attack that achieves {attacked} refutes it." if report.claimed and report.empirical.epsilon > report.claimed.epsilon else "")
+    return held + (f" The paper's formula would promise {claimed} for this noise, and an attack "
+        f"that achieves {attacked} refutes it." if report.claimed
+        and report.empirical.epsilon > report.claimed.epsilon else "")

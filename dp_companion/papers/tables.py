@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CELL', 'HEADINGS', 'NOT_RUN', 'metric_of', 'row_of', 'summarise', 'beside_published', 'epsilon_text',
-           'mean_text', 'short_name', 'for_print', 'headline', 'standing', 'differences', 'above_all', 'in_words',
-           'schedule_of', 'refuted', 'provenance_line', 'made_with']
+           'mean_text', 'short_name', 'for_print', 'headline', 'standing', 'differences', 'house_words', 'above_all',
+           'in_words', 'schedule_of', 'refuted', 'provenance_line', 'made_with']
 
 # %% ../../nbs/papers/tables.ipynb #5d2a3c60
 import json
@@ -14,21 +14,26 @@ import re
 import time
 from pathlib import Path
 import pandas as pd
-from ..published import load
 from .results import STANDS_FOR, STANDS_FOR_OF
+from ..published import load
 from ..training.paired import best_of_others, compared, counted, least, listed
 from ..training.records import LISTED, RunRecord, as_named, provenance
 
 # %% ../../nbs/papers/tables.ipynb #807050b6
-METRICS = {"accuracy": ("test_accuracy", 100), "loss": ("test_loss", 1), "auc": ("test_auc", 1), "matthews": ("test_matthews", 1), "precision": ("test_precision", 100), "recall": ("test_recall", 100),
-           "majority": ("test_accuracy_majority", 100), "minority": ("test_accuracy_minority", 100)} # as the tables say it, to the record's name and the factor that gives the printed unit
+METRICS = {"accuracy": ("test_accuracy", 100), "loss": ("test_loss", 1), "auc": ("test_auc", 1),
+    "matthews": ("test_matthews", 1), "precision": ("test_precision", 100),
+    "recall": ("test_recall", 100),
+           # as the tables say it, to the record's name and the factor that gives the
+           # printed unit
+           "majority": ("test_accuracy_majority", 100), "minority": ("test_accuracy_minority", 100)}
 
 def metric_of(
     record:RunRecord, # One run
     metric:str, # A key of `METRICS`, or accuracy_class_<k>
 )->float: # In the unit that the paper prints; NaN where the record has none
     "One final metric of a run."
-    if metric.startswith("accuracy_class_"): factor, value = 100, record.final["test_accuracy_by_class"][int(metric.rpartition("_")[2])]
+    if metric.startswith("accuracy_class_"):
+        factor, value = 100, record.final["test_accuracy_by_class"][int(metric.rpartition("_")[2])]
     else: factor, value = METRICS[metric][1], record.final[METRICS[metric][0]]
     return math.nan if value is None else factor*value
 
@@ -39,23 +44,32 @@ def row_of(
 )->dict: # Plain values, one row
     "What a table needs of one record."
     spec, budget = record.spec, record.budget
-    certified = {f"certified_{name}": budget["certified"].get(name, {"epsilon": math.inf})["epsilon"] for name in ("rdp", "pld")}
-    return {"paper": spec.paper, "dataset": spec.dataset, "method": spec.method.name, "accounting": spec.accounting, "target_epsilon": spec.target_epsilon, "delta": spec.delta,
-            "noise_multiplier": as_named(spec.method.noise_multiplier), "value": metric_of(record, metric), "claimed": budget["claimed"]["epsilon"] if budget["claimed"] else math.nan,
-            **{name: float(e) for name, e in certified.items()}, "empirical": budget["empirical"]["epsilon"] if budget["empirical"] else math.nan}
+    certified = {f"certified_{name}": budget["certified"].get(name,
+        {"epsilon": math.inf})["epsilon"] for name in ("rdp", "pld")}
+    return {"paper": spec.paper, "dataset": spec.dataset, "method": spec.method.name,
+        "accounting": spec.accounting, "target_epsilon": spec.target_epsilon, "delta": spec.delta,
+            "noise_multiplier": as_named(spec.method.noise_multiplier), "value": metric_of(record, metric),
+            "claimed": budget["claimed"]["epsilon"] if budget["claimed"] else math.nan,
+            **{name: float(e) for name, e in certified.items()},
+            "empirical": budget["empirical"]["epsilon"] if budget["empirical"] else math.nan}
 
 # %% ../../nbs/papers/tables.ipynb #dc5f91b5
-CELL = ["paper", "dataset", "method", "accounting", "target_epsilon", "noise_multiplier", "delta", "setting"] # what one cell of a table has in common
+# what one cell of a table has in common
+CELL = ["paper", "dataset", "method", "accounting", "target_epsilon", "noise_multiplier", "delta",
+    "setting"]
 
 # %% ../../nbs/papers/tables.ipynb #68170841
 def summarise(
     records:list, # RunRecords
     *,
     metric:str="accuracy", # As for `metric_of`
-    settings:list|None=None, # What a sweep changed in each run, in the paper's words; one for each record
+    # What a sweep changed in each run, in the paper's words; one for each record
+    settings:list|None=None,
 )->pd.DataFrame: # One row per cell: mean and sd in the printed unit, seeds, and the epsilons
     "Mean, sample standard deviation and number of seeds of every cell, with its budget."
-    if not records: raise ValueError("records must hold at least one run, got none; train some with `dp-companion reproduce`")
+    if not records:
+        raise ValueError("records must hold at least one run, got none; train some with "
+            "`dp-companion reproduce`")
     rows = pd.DataFrame([row_of(r, metric) for r in records]).assign(setting=settings or "")
     budget = ["claimed", "certified_rdp", "certified_pld", "empirical"]
     grouped = rows.groupby(CELL, sort=False, dropna=False)
@@ -69,16 +83,24 @@ def beside_published(
     item:str, # A table of the paper, for example "Table 13"
     metric:str="accuracy", # Which of its metrics
 )->pd.DataFrame: # `summary` with a column `published`, NaN where the paper has no number
-    "Join the paper's printed values to ours, by paper, data set, method, target epsilon and setting."
+    "Join printed values to ours by paper, data set, method, target epsilon and setting."
     printed = load()
     printed = printed[(printed["item"] == item) & (printed["metric"] == metric)]
-    if printed.empty: raise ValueError(f"item must be a published table that has {metric}, got item={item!r} with metric={metric!r}")
-    printed = printed.assign(setting=printed["setting"].where(~printed["setting"].fillna("").str.startswith("decay="), "").fillna("")) # the method says its decay
-    if printed["setting"].any(): printed = printed.assign(epsilon=printed["epsilon"].fillna(1.)) # its sweeps are at epsilon 1
-    printed = printed.rename(columns={"epsilon": "target_epsilon", "value": "published", "dataset": "printed_dataset"})
+    if printed.empty:
+        raise ValueError(f"item must be a published table that has {metric}, got item={item!r} "
+            f"with metric={metric!r}")
+    # the method says its decay
+    printed = printed.assign(setting=printed["setting"].where(
+        ~printed["setting"].fillna("").str.startswith("decay="), "").fillna(""))
+    # its sweeps are at epsilon 1
+    if printed["setting"].any(): printed = printed.assign(epsilon=printed["epsilon"].fillna(1.))
+    printed = printed.rename(columns={"epsilon": "target_epsilon", "value": "published",
+        "dataset": "printed_dataset"})
     keys = ["paper", "printed_dataset", "method", "target_epsilon", "setting"]
-    stands_for = [STANDS_FOR_OF.get(p, STANDS_FOR).get(d) for p, d in zip(summary["paper"], summary["dataset"])]
-    return summary.assign(printed_dataset=stands_for).merge(printed[[*keys, "published"]], how="left", on=keys)
+    stands_for = [STANDS_FOR_OF.get(p, STANDS_FOR).get(d)
+        for p, d in zip(summary["paper"], summary["dataset"])]
+    return summary.assign(printed_dataset=stands_for).merge(printed[[*keys, "published"]],
+        how="left", on=keys)
 
 # %% ../../nbs/papers/tables.ipynb #f613814c
 def epsilon_text(
@@ -96,7 +118,8 @@ def mean_text(
     digits:int=1, # After the point
 )->str: # With its spread and the number of seeds
     "A mean as a table prints it."
-    return f"{mean:.{digits}f}\u00a0±\u00a0{sd:.{digits}f}\u00a0({seeds})" if seeds > 1 else f"{mean:.{digits}f}\u00a0({seeds})"
+    return (f"{mean:.{digits}f}\u00a0±\u00a0{sd:.{digits}f}\u00a0({seeds})" if seeds > 1
+        else f"{mean:.{digits}f}\u00a0({seeds})")
 
 def short_name(
     method:str, # A method of paper `global_adapt_v2`; others stay
@@ -105,8 +128,11 @@ def short_name(
     return method.replace("DP-SGD-Global-Adapt-V2", "V2").replace("DP-SGD-Global", "Global")
 
 # %% ../../nbs/papers/tables.ipynb #36c3c19d
-HEADINGS = {"setting": "setting", "target_epsilon": "ε asked", "method": "method", "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)", "claimed": "claimed ε",
-            "certified": "certified ε", "empirical": "empirical ε ≥, 95 %"} # columns of the printed table, in order
+HEADINGS = {"setting": "setting", "target_epsilon": "ε asked", "method": "method",
+    "accounting": "noise chosen", "published": "paper", "ours": "ours (seeds)",
+    "claimed": "claimed ε",
+            # columns of the printed table, in order
+            "certified": "certified ε", "empirical": "empirical ε ≥, 95 %"}
 
 # %% ../../nbs/papers/tables.ipynb #5951a377
 def for_print(
@@ -114,14 +140,17 @@ def for_print(
     *,
     digits:int=1, # Of our means, after the point
 )->pd.DataFrame: # Text, with HEADINGS as columns; `setting` only where something was varied
-    "The table as a page or a terminal shows it: certified is the tighter of RDP and PLD; methods have their short names."
+    "The table as text; certified is the tighter of RDP and PLD, methods have short names."
     text = table.assign(
-        ours=[mean_text(m, s, n, digits) for m, s, n in zip(table["mean"], table["sd"], table["seeds"])],
+        ours=[mean_text(m, s, n, digits) for m, s, n in zip(table["mean"], table["sd"],
+        table["seeds"])],
         published=[f"{p:.{digits+1}f}" if p == p else "—" for p in table["published"]],
         certified=table[["certified_rdp", "certified_pld"]].min(axis=1).map(epsilon_text),
-        method=table["method"].map(short_name), accounting=table["accounting"].str.replace("_", " "),
+        method=table["method"].map(short_name), accounting=table["accounting"].str.replace("_",
+        " "),
         target_epsilon=["—" if t != t else f"{t:g}" for t in table["target_epsilon"]],
-        claimed=table["claimed"].map(epsilon_text), empirical=[epsilon_text(e) for e in table["empirical"]])
+        claimed=table["claimed"].map(epsilon_text), empirical=[epsilon_text(e)
+        for e in table["empirical"]])
     shown = [name for name in HEADINGS if name != "setting" or table["setting"].any()]
     return text[shown].rename(columns=HEADINGS)
 
@@ -132,25 +161,32 @@ def headline(
     target_epsilon:float=1., # Which target
 )->pd.DataFrame: # Text
     "The first paper's story in one small table: Table 13 at one target, in both accountings."
-    return for_print(beside_published(summarise([r for r in records if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?", r.spec.method.name)]), item="Table 13"))
+    return for_print(beside_published(summarise([r for r in records
+        if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?",
+        r.spec.method.name)]), item="Table 13"))
 
 # %% ../../nbs/papers/tables.ipynb #7166fe54
 def standing(
     records:list, # RunRecords of one data set and accounting
     ours:str, # A method
     theirs:str|None=None, # Another; None is the one with the highest mean of the others
-)->dict: # Target epsilon to (verdict, the other's name, gap), as `compared`; without the targets where no seed is common
-    "Where a method's accuracy stands to another's."
-    def value(record): return metric_of(record, "accuracy")
+)->dict: # Target epsilon to (verdict, other method, gap); only targets with a common seed
+    "Whether a method's accuracy is above another's, seed by seed, at each target."
     found = {}
     for target in sorted({r.spec.target_epsilon for r in records}):
-        at = {}
-        for r in records:
-            if r.spec.target_epsilon == target: at.setdefault(r.spec.method.name, []).append(r)
-        other = theirs or best_of_others(at, ours, value)
-        verdict, gap = compared(at.get(ours, []), at.get(other, []), value)
+        at = _by_method(records, target)
+        other = theirs or best_of_others(at, ours, _accuracy)
+        verdict, gap = compared(at.get(ours, []), at.get(other, []), _accuracy)
         if verdict: found[target] = verdict, other, gap
     return found
+
+def _accuracy(record): return metric_of(record, "accuracy")
+
+def _by_method(records, target):
+    at = {}
+    for r in records:
+        if r.spec.target_epsilon == target: at.setdefault(r.spec.method.name, []).append(r)
+    return at
 
 # %% ../../nbs/papers/tables.ipynb #91f31be5
 NOT_RUN = "not run: hours of training" # in a cell that a paper printed
@@ -160,32 +196,50 @@ def differences(
     pairs:list, # (ours, theirs) each
     targets:tuple, # Columns
 )->pd.DataFrame: # Text
-    "Where methods stand to one another: a row for each pair, a column for each target."
+    "A table of differences: a row for each pair of methods, a column for each target."
     rows = []
     for ours, theirs in pairs:
         found = standing(records, ours, theirs)
-        cells = {f"ε = {t:g}": "not run" for t in targets} | {f"ε = {t:g}": f"{verdict.removesuffix(' from') if theirs else f'{verdict} {short_name(other)}'}: {gap}" for t, (verdict, other, gap) in found.items()}
-        rows.append({"accuracy of": f"{short_name(ours)} against {short_name(theirs) if theirs else 'the highest other'}", **cells})
+        cells = {f"ε = {t:g}": _gap_text(theirs, *found.get(t, ("not run", "", "")))
+            for t in targets}
+        other = short_name(theirs) if theirs else "the highest other"
+        rows.append({"accuracy of": f"{short_name(ours)} against {other}", **cells})
     return pd.DataFrame(rows)
 
+def _gap_text(theirs, verdict, other, gap):
+    if not gap: return verdict
+    said = verdict.removesuffix(" from") if theirs else f"{verdict} {short_name(other)}"
+    return f"{said}: {gap}"
+
 # %% ../../nbs/papers/tables.ipynb #92a702da
+def house_words(
+    said:str, # As `least` says it
+)->str: # With the words of verdicts
+    "The answer of a comparison in the words holds, refuted and inconclusive."
+    return re.sub(r"^open\b", "inconclusive", said.replace("does not hold", "refuted"))
+
 def above_all(
     records:list, # As for `standing`
     ours:str, # A method
     others:tuple, # Methods; `ours` may be one of them
-)->dict: # Target epsilon to what is said, for `in_words`
+)->dict: # Target epsilon to (answer,), for `in_words`
     "Whether a method's accuracy is above that of all others, target by target."
-    def at(target): return {short_name(m): [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (m, target)] for m in dict.fromkeys((ours, *others))}
-    found = {target: least(at(target), short_name(ours), lambda r: -metric_of(r, "accuracy")) for target in sorted({r.spec.target_epsilon for r in records})}
-    return {target: (said,) for target, (said, _) in found.items() if said}
+    found = {}
+    for target in sorted({r.spec.target_epsilon for r in records}):
+        at = _by_method(records, target)
+        cells = {short_name(m): at.get(m, []) for m in dict.fromkeys((ours, *others))}
+        said, _ = least(cells, short_name(ours), lambda r: -_accuracy(r))
+        if said: found[target] = (house_words(said),)
+    return found
 
 def in_words(
     found:dict, # From `standing` or `above_all`
     words:dict={}, # Verdict to what is said for it; a verdict that is not in it stands for itself
 )->str:
-    "The targets that say the same, together."
+    "One phrase; targets with the same answer stand together."
     groups = {}
-    for target, (verdict, *_) in found.items(): groups.setdefault(words.get(verdict, verdict), []).append(f"{target:g}")
+    for target, (verdict, *_) in found.items():
+        groups.setdefault(words.get(verdict, verdict), []).append(f"{target:g}")
     return "; ".join(f"{said} at ε = {', '.join(at)}" for said, at in groups.items()) or "not run"
 
 # %% ../../nbs/papers/tables.ipynb #5e5b3da8
@@ -193,27 +247,47 @@ def schedule_of(
     record:RunRecord, # A run with noise
 )->str: # The same for runs whose noise is alike
     "What a run's attack depends on."
-    return json.dumps([event | {"noise_multiplier": as_named(event["noise_multiplier"])} for event in record.budget["events"]], sort_keys=True)
+    events = [event | {"noise_multiplier": as_named(event["noise_multiplier"])}
+        for event in record.budget["events"]]
+    return json.dumps(events, sort_keys=True)
 
+def _attacked_schedules(records):
+    "Runs that were attacked and have a claim, by noise schedule."
+    alike = {}
+    for r in records:
+        if r.budget["claimed"] and r.budget["empirical"]:
+            alike.setdefault((schedule_of(r), r.spec.delta), []).append(r)
+    return alike
+
+def _attack_ratio(record):
+    return record.budget["empirical"]["epsilon"]/record.budget["claimed"]["epsilon"]
+
+# %% ../../nbs/papers/tables.ipynb #5e5b3da9
 def refuted(
     records:list, # RunRecords of one accounting, attacked or not
     named=None, # RunRecord -> what tells its schedule from the others; None: method and target
 )->str: # Sentences
-    "Where an attack stands to the paper's formula, noise schedule by noise schedule, and the one with the largest factor between."
-    alike = {}
-    for r in records:
-        if r.budget["claimed"] and r.budget["empirical"]: alike.setdefault((schedule_of(r), r.spec.delta), []).append(r)
+    "For how many noise schedules an attack achieves more than the formula claims."
+    alike = _attacked_schedules(records)
     if not alike: return "Nothing was attacked."
-    ratio = {key: of[0].budget["empirical"]["epsilon"]/of[0].budget["claimed"]["epsilon"] for key, of in alike.items()}
+    ratio = {key: _attack_ratio(of[0]) for key, of in alike.items()}
     over, most = sum(x > 1 for x in ratio.values()), max(ratio.values())
-    furthest = [r for key, of in alike.items() if ratio[key] >= .999*most for r in of] # schedules that an attack cannot show more for stand level
-    names = listed(list(dict.fromkeys(named(r) if named else short_name(r.spec.method.name) for r in furthest))) + ("" if named else f" at ε = {furthest[0].spec.target_epsilon:g}")
-    claimed, achieved = (epsilon_text(furthest[0].budget[kind]["epsilon"]) for kind in ("claimed", "empirical"))
-    alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
+    # an attack has a largest epsilon that it can show; schedules that reach it are level
+    furthest = [r for key, of in alike.items() if ratio[key] >= .999*most for r in of]
     share = f"{over or 'none'} of {counted(len(alike), 'noise schedule')}"
-    if furthest[0].spec.accounting == "as_printed":
-        return f"An attack on the noise refutes the claimed ε for {share}" + (f"; the largest factor shown is that of {names}: claimed {claimed}, achieved {achieved}." if over else ".") + alone
-    return f"For {share} the paper's formula would say less than an attack on the noise achieves" + (f"; the largest factor shown is that for {names}: {claimed} against {achieved}." if over else ".") + alone
+    printed = furthest[0].spec.accounting == "as_printed"
+    start = (f"An attack on the noise refutes the claimed ε for {share}" if printed
+        else f"For {share} the paper's formula gives less than an attack on the noise achieves")
+    alone = " Each attack is at 95 % by itself." if len(alike) > 1 else ""
+    return start + (_largest_factor(furthest, named) if over else ".") + alone
+
+def _largest_factor(furthest, named):
+    names = listed(list(dict.fromkeys(named(r) if named else short_name(r.spec.method.name)
+        for r in furthest)))
+    if not named: names += f" at ε = {furthest[0].spec.target_epsilon:g}"
+    claimed, achieved = (epsilon_text(furthest[0].budget[kind]["epsilon"])
+        for kind in ("claimed", "empirical"))
+    return f"; the largest factor is that of {names}: claimed {claimed}, achieved {achieved}."
 
 # %% ../../nbs/papers/tables.ipynb #1ed6dd0d
 def provenance_line(
@@ -221,15 +295,20 @@ def provenance_line(
     profile:str, # As the page was told
     reference:list=(), # Committed RunRecords that it shows besides
 ): # Shown by a notebook as Markdown
-    "Commit, versions, profile, device and date of the records of a page; the names of its own go with it, for whoever runs the page."
+    "Commit, versions, profile, device and date of a page, and the names of its own runs."
     from IPython.display import Markdown, display
     display({LISTED: sorted({r.spec.name for r in records})}, raw=True)
-    besides = f"; besides {len(reference)} of results/, commit {', '.join(sorted({r.provenance['commit'] for r in reference}))}" if reference else ""
-    return Markdown(f"*Provenance: profile {profile}; {len(records)} runs; {made_with(records)}{besides}; page made on {time.strftime('%Y-%m-%d', time.gmtime())}.*")
+    besides = (f"; besides {len(reference)} of results/, commit "
+        f"{', '.join(sorted({r.provenance['commit'] for r in reference}))}" if reference else "")
+    return Markdown(f"*Provenance: profile {profile}; {len(records)} runs; "
+        f"{made_with(records)}{besides}; page made on {time.strftime('%Y-%m-%d', time.gmtime())}.*")
 
 def made_with(
     records:list, # RunRecords; this installation where there are none
 )->str: # Commits, versions and devices
-    "What records were made with."
-    seen = {json.dumps(p, sort_keys=True): p for p in ([r.provenance for r in records] or [provenance()])}
-    return " and ".join(f"commit {p['commit']}; {', '.join(f'{n} {v}' for n, v in sorted(p['versions'].items()))}; Python {p['python']}; {p['device']} ({p['machine']})" for p in seen.values())
+    "Commits, versions and devices of some records."
+    seen = {json.dumps(p, sort_keys=True): p for p in ([r.provenance for r in records]
+        or [provenance()])}
+    return (" and ".join(f"commit {p['commit']}; "
+        f"{', '.join(f'{n} {v}' for n, v in sorted(p['versions'].items()))}; Python {p['python']}; "
+        f"{p['device']} ({p['machine']})" for p in seen.values()))

@@ -23,13 +23,15 @@ from ...budgets.schedules import _real
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #e214726b
 @dataclass(frozen=True, kw_only=True)
 class BatchClip(ClipRule):
-    "Clipping of the batch's gradient to C, which no per-sample scale can say (paper adaptive_noise, Algorithm 4.1)."
+    "Clip the batch's gradient to C; no per-sample scale does (adaptive_noise, Algorithm 4.1)."
     name: ClassVar[str] = "batch"
 
     @property
     def sensitivity(self): return 2*self.max_grad_norm # from anywhere in the ball to anywhere in it
 
-    def weight(self, n, groups=None): raise NotImplementedError("clip_rule must be one that clips each sample's gradient, got batch, which clips their mean; use BatchStep")
+    def weight(self, n, groups=None):
+        raise NotImplementedError("clip_rule must be one that clips each sample's gradient, got "
+            "batch, which clips their mean; use BatchStep")
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #d3153930
 class BatchStep:
@@ -40,16 +42,24 @@ class BatchStep:
         *,
         clip_rule:BatchClip, # C
         generator:torch.Generator|None=None, # Seed of the noise, for experiments
-    ): self.model, self.optimizer, self.clip_rule, self.noise = model, optimizer, clip_rule, GaussianNoise(generator=generator)
+    ):
+        self.model, self.optimizer, self.clip_rule = model, optimizer, clip_rule
+        self.noise = GaussianNoise(generator=generator)
 
-    def __call__(self, loss_fn, inputs, targets, *, noise_multiplier:float, groups=None)->StepReport:
+    def __call__(self, loss_fn, inputs, targets, *, noise_multiplier:float,
+        groups=None)->StepReport:
         self.optimizer.zero_grad()
-        with unchanged_state(self.model): losses = per_sample_losses(loss_fn, call(self.model, inputs), targets) if len(targets) else torch.zeros(0)
+        with unchanged_state(self.model):
+            losses = per_sample_losses(loss_fn, call(self.model, inputs),
+                targets) if len(targets) else torch.zeros(0)
         if len(targets): losses.mean().backward()
-        norm, scale, std = *clip_batch_(self.model, self.clip_rule.max_grad_norm), noise_multiplier*self.clip_rule.sensitivity
-        for p in self.model.parameters(): p.grad.add_(self.noise.fill_(p.new_empty(p.numel()), std).view_as(p))
+        norm, scale, std = *clip_batch_(self.model,
+            self.clip_rule.max_grad_norm), noise_multiplier*self.clip_rule.sensitivity
+        for p in self.model.parameters():
+            p.grad.add_(self.noise.fill_(p.new_empty(p.numel()), std).view_as(p))
         self.optimizer.step()
-        return StepReport(noise_multiplier=noise_multiplier, sensitivity=self.clip_rule.sensitivity, noise_std=std, nonprivate_norms=norm[None],
+        return StepReport(noise_multiplier=noise_multiplier, sensitivity=self.clip_rule.sensitivity,
+            noise_std=std, nonprivate_norms=norm[None],
                           nonprivate_scales=scale[None], nonprivate_losses=losses.detach())
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #a6916df3
@@ -57,11 +67,12 @@ def clip_batch_(
     model:nn.Module, # With the batch's gradient in it, or none for an empty batch
     max_grad_norm:float, # C, in the unit of the norm
 )->tuple[Tensor,Tensor]: # Its norm before, private, and what it was multiplied by
-    "Scale the gradient of the batch to at most C, in place; a gradient that is not finite becomes zero."
+    "Scale the batch's gradient to at most C, in place; one that is not finite becomes zero."
     for p in model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
     scale = (max_grad_norm/norm).clamp(max=1) if norm.isfinite() else torch.zeros(())
-    for p in model.parameters(): p.grad = p.grad.mul(scale) if norm.isfinite() else torch.zeros_like(p)
+    for p in model.parameters():
+        p.grad = p.grad.mul(scale) if norm.isfinite() else torch.zeros_like(p)
     return norm, scale.double()
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #849706a6
@@ -84,7 +95,8 @@ def released_loss(
 )->float: # Noisy mean loss (nats)
     "The clipped mean loss with noise of its own; sensitivity of the sum B."
     total = losses.double().nan_to_num(nan=0., posinf=bound).clamp(0, _real("bound", bound)).sum()
-    return ((total + _real("noise_multiplier", noise_multiplier)*bound*torch.randn((), generator=generator, dtype=torch.float64))/expected_batch_size).item()
+    return ((total + _real("noise_multiplier", noise_multiplier)*bound*torch.randn((),
+        generator=generator, dtype=torch.float64))/expected_batch_size).item()
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #b0d12174
 class FollowingNoise:
@@ -94,20 +106,28 @@ class FollowingNoise:
         floor:float, # f, least multiplier over the initial one; in (0, 1]
         privacy_filter:RenyiFilter, # Asked before every step
         sample_rate:float, # q of the Poisson batches
-        signal_noise:float|None=None, # sigma_l of a released loss, which is part of every step; None for the gradient's norm
+        # sigma_l of a released loss, which is part of every step; None for the gradient's
+        # norm
+        signal_noise:float|None=None,
     ):
-        self.initial, self.floor, self.filter, self.sample_rate, self.signal_noise = _real("initial", initial), floor, privacy_filter, sample_rate, signal_noise
+        self.initial, self.floor, self.filter, self.sample_rate, self.signal_noise = _real(
+            "initial", initial), floor, privacy_filter, sample_rate, signal_noise
         if not 0 < floor <= 1: raise ValueError(f"floor must be in (0, 1], got floor={floor}")
         self.multiplier, self.first, self.seen, self.has_ended = float(initial), None, [], False
         self.signal = None # Of the last epoch
-        if not self.filter.allows(self.event(self.multiplier)): raise ValueError(f"initial must be large enough for one step, got initial={initial}, whose first step the filter refuses")
+        if not self.filter.allows(self.event(self.multiplier)):
+            raise ValueError(f"initial must be large enough for one step, got initial={initial}, "
+                "whose first step the filter refuses")
 
     def event(self,
         noise_multiplier:float, # Of the gradient
     )->MechanismEvent: # Gradient and, where it is released, loss of one batch
         "What one step releases."
-        one = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate, steps=1)
-        return one if self.signal_noise is None else same_batch(one, MechanismEvent(noise_multiplier=self.signal_noise, sample_rate=self.sample_rate, steps=1, query="loss"))
+        one = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate,
+            steps=1)
+        return one if self.signal_noise is None else same_batch(one,
+            MechanismEvent(noise_multiplier=self.signal_noise, sample_rate=self.sample_rate,
+            steps=1, query="loss"))
 
     def next(self)->float|None: # Of the next step, which is counted; None: the run must end
         "Ask for one more step."
@@ -122,9 +142,12 @@ class FollowingNoise:
         "Move the multiplier by what the epoch released."
         if not self.seen: return
         mean = math.fsum(self.seen)/len(self.seen)
-        self.signal, self.seen = math.sqrt(max(mean, 0.)) if self.signal_noise is None else max(mean, 0.), []
+        self.signal, self.seen = math.sqrt(max(mean, 0.)) if self.signal_noise is None else max(
+            mean, 0.), []
         if self.first is None: self.first = self.signal
-        if self.first > 0: self.multiplier = min(self.multiplier, self.initial*max(self.floor, self.signal/self.first))
+        if self.first > 0:
+            self.multiplier = min(self.multiplier, self.initial*max(self.floor,
+                self.signal/self.first))
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #3a4269ba
 _KEPT = ("multiplier", "first", "signal", "seen", "has_ended")
@@ -147,6 +170,6 @@ def load_following(
 def following_start(
     floor:float, # f, least multiplier over the initial one; in (0, 1]
     epochs:int, # E, of the plan
-)->float: # R of a linear decay that reaches the floor in the last epoch, on the variance; 1 for no decay
+)->float: # R of a linear decay of the variance that ends at the floor; 1 for no decay
     "The planned fall: geometric, from the initial multiplier to the floor."
     return 1. if floor == 1 or epochs == 1 else floor**(2/(epochs - 1))

@@ -15,8 +15,9 @@ from ...budgets.schedules import _real, _whole
 # %% ../../../nbs/papers/sad/quantile_clipping.ipynb #19e05f20
 @dataclass(frozen=True, kw_only=True)
 class QuantileClip(Flat, CountingRule):
-    "Flat clipping whose bound follows a quantile of the norms by noisy counts (Andrew et al. 2021, arXiv 1905.03871)."
-    quantile: float = .5 # p, share of the norms that the bound is to hold; in (0, 1); the authors' default
+    "Flat clipping with a bound that follows a quantile of the norms (arXiv 1905.03871)."
+    # p, share of the norms that the bound is to hold; in (0, 1); the authors' default
+    quantile: float = .5
     threshold_rate: float = .2 # eta, rate of the bound; in (0, 1e30); the authors' default
     name: ClassVar[str] = "quantile"
     count_query: ClassVar[str] = "count within the bound"
@@ -37,4 +38,5 @@ class QuantileClip(Flat, CountingRule):
     )->"QuantileClip":
         "The rule with the bound moved by the noisy count."
         share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
-        return replace(self, max_grad_norm=moved_threshold(self.max_grad_norm, self.threshold_rate*share, self.threshold_rate*self.quantile))
+        return replace(self, max_grad_norm=moved_threshold(self.max_grad_norm,
+            self.threshold_rate*share, self.threshold_rate*self.quantile))

@@ -37,11 +37,14 @@ def worst_case(
     records:int=8, # N of the attack
 )->Dataset: # All of class 0
     "One of two neighbouring data sets: they differ in the features of record 0."
-    if dataset not in IMAGES: raise ValueError(f"dataset must be one of {', '.join(IMAGES)}, got dataset={dataset!r}")
+    if dataset not in IMAGES:
+        raise ValueError(f"dataset must be one of {', '.join(IMAGES)}, got dataset={dataset!r}")
     channels, side = IMAGES[dataset]
     images = torch.zeros(records, channels, side, side)
     if is_bright: images[0] = 1.
-    return Dataset(name=dataset, train_images=images, train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1], test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
+    return Dataset(name=dataset, train_images=images,
+        train_labels=torch.zeros(records, dtype=torch.long), test_images=images[:1],
+        test_labels=torch.zeros(1, dtype=torch.long), classes=10, source="made for an attack")
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #b99427b6
 def first_weight(
@@ -49,11 +52,14 @@ def first_weight(
 )->Tensor: # Of the layer that sees the image
     "The first matrix of a network."
     matrices = [p for p in run.model.below.parameters() if p.dim() > 1]
-    if not matrices: raise ValueError(f"model must have weights below the noise, got model={run.spec.model!r}, which has none that could move")
+    if not matrices:
+        raise ValueError(f"model must have weights below the noise, got model={run.spec.model!r}, "
+            "which has none that could move")
     return matrices[0]
 
 def moved(
-    spec:RunSpec, # Trained on few records, for few epochs; layers below learn as printed, or are frozen
+    # Trained on few records, for few epochs; layers below learn as printed, or are frozen
+    spec:RunSpec,
     is_bright:bool, # Which data set
     seed:int, # Of everything
     **sizes, # records: as `worst_case` takes it
@@ -97,8 +103,10 @@ def attack_below(
 )->Finding: # Lower bound on epsilon of the short run
     "Tell two neighbouring data sets apart by whether the first matrix moved."
     few = short(spec, epochs)
-    out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records) for k in range(draws)]) for is_bright in (False, True))
-    return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence, thresholds=(0.,), seed=seed)
+    out, into = (np.array([moved(few, is_bright, seed + is_bright*draws + k, records=records)
+        for k in range(draws)]) for is_bright in (False, True))
+    return finding_from_scores(out, into, delta=delta or spec.delta, confidence=confidence,
+        thresholds=(0.,), seed=seed)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #abcc9d8f
 class Worst(nn.Module):
@@ -169,12 +177,14 @@ def audit_layers(
     runs:Path, # Their folder; their records are written again
     *,
     draws:int=DRAWS, # Trainings per world
-)->list: # The records, in their order, each with its empirical epsilon; a run without noise as it is
-    "Attack every run that was not attacked yet; runs that would be attacked alike are attacked once."
+)->list: # The records, in order, with empirical epsilon; runs without noise unchanged
+    "Attack every run that has no attack yet; runs that share one are attacked once."
     records, found = list(records), {}
     for r in tqdm([r for r in records if not r.budget["empirical"]], desc="attacks"):
-        if _same_attack(r.spec) not in found: found[_same_attack(r.spec)] = attack_spec(r.spec, plan_of(r.spec), draws)
-    made = [with_layer_finding(r, found[_same_attack(r.spec)]) if not r.budget["empirical"] else r for r in records]
+        if _same_attack(r.spec) not in found:
+            found[_same_attack(r.spec)] = attack_spec(r.spec, plan_of(r.spec), draws)
+    made = [with_layer_finding(r, found[_same_attack(r.spec)]) if not r.budget["empirical"] else r
+        for r in records]
     for old, new in zip(records, made):
         if new is not old: write_json(record_path(new.spec, runs), new.to_dict())
     return made
@@ -187,14 +197,19 @@ def with_layer_finding(
     if found is None: return record
     if record.budget["certified"]: return with_finding(record, found)
     there = claimed_there(short(record.spec), RECORDS)
-    as_dict = {name: getattr(found, name) for name in found.__dataclass_fields__} | {"claimed": there}
-    return replace(record, budget={**record.budget, "empirical": as_dict, "verdict": f"Attacked for an epoch of {RECORDS} records in batches of {BATCH}. {verdict_of(there, float('inf'), found.epsilon)}"})
+    as_dict = {name: getattr(found, name) for name in found.__dataclass_fields__} | {
+        "claimed": there}
+    return replace(record, budget={**record.budget, "empirical": as_dict,
+        "verdict": f"Attacked for an epoch of {RECORDS} records in batches of {BATCH}. "
+        f"{verdict_of(there, float('inf'), found.epsilon)}"})
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #5091ad81
-LOUD, QUIET = 1e4, 1e-9 # A pixel whose gradient is long beside any stability constant; a noise multiplier that is as good as none
+# A pixel whose gradient is long beside any stability constant; a noise multiplier that is as good
+# as none
+LOUD, QUIET = 1e4, 1e-9
 
 class Opposed(nn.Module):
-    "Layers below at their worst for DP-SGD: the sign of the first pixel decides where one matrix is pulled."
+    "Layers below at their worst: the sign of the first pixel decides where a matrix is pulled."
     def __init__(self,
         width:int, # Elements of a row
         middle:float, # Where rows start; half of the bound lets them move both ways

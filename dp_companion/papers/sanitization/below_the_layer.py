@@ -21,9 +21,12 @@ def marked(
     feature:int=0, # Which one; 0 for every record before
 )->Tensor: # (records, features), a copy with a 1 there
     "The neighbouring data set: one feature of one record is 1."
-    for name, value, n in (("record", record, len(features)), ("feature", feature, features.shape[1])):
-        if not 0 <= value < n: raise ValueError(f"{name} must be >= 0 and < {n}, got {name}={value}")
-    if features[:, feature].any(): raise ValueError(f"feature must be one that is 0 for every record, got feature={feature}")
+    for name, value, n in (("record", record, len(features)),
+        ("feature", feature, features.shape[1])):
+        if not 0 <= value < n:
+            raise ValueError(f"{name} must be >= 0 and < {n}, got {name}={value}")
+    if features[:, feature].any():
+        raise ValueError(f"feature must be one that is 0 for every record, got feature={feature}")
     neighbour = features.clone()
     neighbour[record, feature] = 1.
     return neighbour
@@ -39,13 +42,15 @@ def first_layer_change(
     frozen:bool=False, # Whether the layers below stay as they were
     learning_rate:float=1e-2, # Of plain SGD
 )->Tensor: # (units, features): last minus initial weights of the first layer
-    "Train the paper's funnel as printed and say how its first layer moved (paper sanitization, Algorithm 1)."
+    "How the first layer of the funnel moves in training as printed (sanitization, Algorithm 1)."
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_whole("seed", seed, 0))
-        model = funnel(layer.width, int(labels.max()) + 1, in_features=features.shape[1], sanitization=layer)
+        model = funnel(layer.width, int(labels.max()) + 1, in_features=features.shape[1],
+            sanitization=layer)
     if frozen: freeze_below(model)
     weight, order = model.below[0].weight, torch.Generator().manual_seed(seed)
-    start, optimizer = weight.detach().clone(), torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    start, optimizer = weight.detach().clone(), torch.optim.SGD([p for p in model.parameters()
+        if p.requires_grad], lr=learning_rate)
     for _ in range(plan.epochs):
         for batch in torch.randperm(len(labels), generator=order).split(plan.expected_batch_size):
             optimizer.zero_grad()
@@ -70,8 +75,10 @@ def first_layer_scores(
     "Scores for an auditor, one training each."
     scores = []
     for s in range(seed, seed + _whole("draws", draws)):
-        layer = SanitizationLayer(width, clip, noise_multiplier, generator=torch.Generator().manual_seed(10**9 + s))
-        scores.append(first_layer_change(features, labels, plan, layer, seed=s, frozen=frozen)[:, feature].abs().max().item())
+        layer = SanitizationLayer(width, clip, noise_multiplier,
+            generator=torch.Generator().manual_seed(10**9 + s))
+        scores.append(first_layer_change(features, labels, plan, layer, seed=s, frozen=frozen)[:,
+            feature].abs().max().item())
     return np.array(scores)
 
 # %% ../../../nbs/papers/sanitization/below_the_layer.ipynb #de8a7a20

@@ -20,27 +20,38 @@ from .grid import SWEEPS, LayerProfile, claim_of, sweep_specs
 from ..tables import epsilon_text
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #5691d89a
-SWEEP_NAMES = {"width": "width n", "width, C follows": "width n, C follows the weights", "clip": "clipping bound C", "dropout": "dropout p, after the noise", "dropout_before": "dropout p, before the noise", "bound_ratio": "ratio t of the moving bound"}
-_AXES = {"width": "n (elements)", "width, C follows": "n (elements)", "clip": "C (units of the elements)", "dropout": "p (none)", "dropout_before": "p (none)", "bound_ratio": "t (none)"}
-_LINES = {"width, C follows": "C follows the weights", "bound_ratio": "C follows the weights", "clip": "C stays", "dropout": "after the noise", "dropout_before": "before the noise"}
+SWEEP_NAMES = {"width": "width n", "width, C follows": "width n, C follows the weights",
+    "clip": "clipping bound C", "dropout": "dropout p, after the noise",
+    "dropout_before": "dropout p, before the noise", "bound_ratio": "ratio t of the moving bound"}
+_AXES = {"width": "n (elements)", "width, C follows": "n (elements)",
+    "clip": "C (units of the elements)", "dropout": "p (none)", "dropout_before": "p (none)",
+    "bound_ratio": "t (none)"}
+_LINES = {"width, C follows": "C follows the weights", "bound_ratio": "C follows the weights",
+    "clip": "C stays", "dropout": "after the noise", "dropout_before": "before the noise"}
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #c6ea69eb
 def sweeps_of(
     profile:LayerProfile, # Sizes
-    sweeps:dict, # Names of `SWEEP_NAMES` to values, or to None for those of `SWEEPS`; a ResNet has one width, and no sweep of it
+    # Names of `SWEEP_NAMES` to values, or to None for those of `SWEEPS`; a ResNet has one
+    # width, and no sweep of it
+    sweeps:dict,
 )->dict: # Name to value to specs, one a seed
     "The runs of some sweeps."
     unknown = [name for name in sweeps if name not in SWEEP_NAMES]
-    if unknown: raise ValueError(f"sweeps must be of {'; '.join(SWEEP_NAMES)}, got sweeps={unknown[0]!r}")
-    kept = {name: values for name, values in sweeps.items() if "resnet" not in profile.model or not name.startswith("width")}
-    return {name: sweep_specs(profile, name.removesuffix(", C follows"), moving=name.endswith("follows"), values=values) for name, values in kept.items()}
+    if unknown:
+        raise ValueError(f"sweeps must be of {'; '.join(SWEEP_NAMES)}, got sweeps={unknown[0]!r}")
+    kept = {name: values for name, values in sweeps.items() if "resnet" not in profile.model
+        or not name.startswith("width")}
+    return {name: sweep_specs(profile, name.removesuffix(", C follows"),
+        moving=name.endswith("follows"), values=values) for name, values in kept.items()}
 
 def finished(
     sweeps:dict, # From `sweeps_of`
     records:dict, # RunSpec to RunRecord
 )->dict: # The same, with the runs that are there; no sweep of one value
     "What of the sweeps has been run."
-    of = {name: {value: there for value, specs in values.items() if (there := [s for s in specs if s in records])} for name, values in sweeps.items()}
+    of = {name: {value: there for value, specs in values.items()
+        if (there := [s for s in specs if s in records])} for name, values in sweeps.items()}
     return {name: values for name, values in of.items() if len(values) > 1}
 
 def lacking(
@@ -49,10 +60,13 @@ def lacking(
     records:dict, # RunSpec to RunRecord
 )->str|None: # A sentence; None where all seeds have been run
     "Where seeds have not been run yet."
-    of = {sweep: [f"{value:g}" for value, specs in values.items() if not all(s in records for s in specs)] for sweep, values in sweeps.items()}
+    of = {sweep: [f"{value:g}" for value, specs in values.items()
+        if not all(s in records for s in specs)] for sweep, values in sweeps.items()}
     if not any(of.values()): return
-    where = "; ".join(f"{SWEEP_NAMES[sweep]}: {', '.join(values)}" for sweep, values in of.items() if values)
-    said = f"Not all seeds on {name} have been run yet at {where}." if finished(sweeps, records) else f"No sweep on {name} has two values yet."
+    where = ("; ".join(f"{SWEEP_NAMES[sweep]}: {', '.join(values)}" for sweep, values in of.items()
+        if values))
+    said = (f"Not all seeds on {name} have been run yet at {where}." if finished(sweeps, records)
+        else f"No sweep on {name} has two values yet.")
     return f"{said} `dp-companion reproduce --profile laptop` runs what is missing."
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #08124373
@@ -71,13 +85,20 @@ class Sweeps:
         spec, # One of the runs
     )->PoissonPlan:
         "Its sampling."
-        return next(size for size in self.sizes.values() if size.dataset == spec.dataset).plan_of(vars(spec))
+        return next(size for size in self.sizes.values()
+            if size.dataset == spec.dataset).plan_of(vars(spec))
     def runs_of(self, name)->list: # Specs of one data set, each once
-        return list(dict.fromkeys(s for values in self.asked[name].values() for specs in values.values() for s in specs))
+        return list(dict.fromkeys(s for values in self.asked[name].values()
+            for specs in values.values() for s in specs))
     def described(self)->str: # Markdown, a line a data set
         "What is run, and what stays where something else varies."
-        return "\n".join(f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, {counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, {counted(size.seeds, 'seed')} a setting; where it is not varied, n = {size.width}, C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
-                         f"Claimed ε = {claim_of(size):.3g} for each, certified: none." for name, size in self.sizes.items())
+        return "\n".join(self._described(*item) for item in self.sizes.items())
+    def _described(self, name, size):
+        return (f"- {name}: {len(self.runs_of(name))} runs of `{size.model}` on {size.dataset}, "
+            f"{counted(size.epochs, 'epoch')} in batches of {size.expected_batch_size}, "
+            f"{counted(size.seeds, 'seed')} a setting; where it is not varied, n = {size.width}, "
+            f"C = {size.clip:g}, and t = {size.bound_ratio:g} if C follows. "
+            f"Claimed ε = {claim_of(size):.3g} for each, certified: none.")
     def label(self,
         name:str, # Of a data set
     )->str:
@@ -95,8 +116,10 @@ def beside(self:Sweeps,
     reference:dict, # RunSpec to RunRecord
 )->Sweeps: # With a data set more for each that has a sweep in the reference, named real
     "Beside these sweeps, what the reference holds of others."
-    there = {name: of for name, size in sizes.items() if (of := finished(sweeps_of(size, sweeps), reference))}
-    return Sweeps(self.sizes | {f"real {name}": sizes[name] for name in there}, self.asked | {f"real {name}": of for name, of in there.items()}, self.records | reference)
+    there = {name: of for name, size in sizes.items()
+        if (of := finished(sweeps_of(size, sweeps), reference))}
+    return Sweeps(self.sizes | {f"real {name}": sizes[name] for name in there},
+        self.asked | {f"real {name}": of for name, of in there.items()}, self.records | reference)
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #518a887e
 def _after(record, share): return max(1, round(share*len(record.epochs)))
@@ -104,13 +127,23 @@ def lost_classes(
     record:RunRecord, # One run
 )->int: # Of which it has under 1 % of the test images right at its end
     "How many classes a run does not know any more."
-    return sum(right is not None and right < .01 for right in record.final["test_accuracy_by_class"])
+    return sum(right is not None and right < .01 for right in record.final[
+        "test_accuracy_by_class"])
 
 def _row(value, records, share):
     "One value of a sweep, over its seeds."
-    accuracy, attacked = [100*r.epochs[_after(r, share) - 1]["test_accuracy"] for r in records], [r.budget["empirical"]["epsilon"] for r in records if r.budget["empirical"]]
-    return {"value": value, "accuracy": np.mean(accuracy), "sd": np.std(accuracy, ddof=1) if len(records) > 1 else np.nan, "seeds": len(records), "each": accuracy, "losers": sum(lost_classes(r) > 0 for r in records), "claimed": records[0].budget["claimed"]["epsilon"],
-            "attacked": max((r.budget["empirical"]["claimed"] for r in records if r.budget["empirical"]), default=None), "empirical": sorted(attacked)[(len(attacked) - 1)//2] if attacked else None} # the middle bound, of two the lower: the largest of several at 95 % is none at 95 %
+    accuracy, attacked = [100*r.epochs[_after(r, share) - 1]["test_accuracy"]
+        for r in records], [r.budget["empirical"]["epsilon"] for r in records
+        if r.budget["empirical"]]
+    return {"value": value, "accuracy": np.mean(accuracy),
+        "sd": np.std(accuracy, ddof=1) if len(records) > 1 else np.nan, "seeds": len(records),
+        "each": accuracy, "losers": sum(lost_classes(r) > 0 for r in records),
+        "claimed": records[0].budget["claimed"]["epsilon"],
+            # the middle bound, of two the lower: the largest of several at 95 % is
+            # none at 95 %
+            "attacked": max((r.budget["empirical"]["claimed"] for r in records
+            if r.budget["empirical"]), default=None), "empirical": sorted(attacked)[
+            (len(attacked) - 1)//2] if attacked else None}
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #8018ff3c
 @patch
@@ -118,10 +151,14 @@ def table(self:Sweeps,
     name:str, # Of a data set
     sweep:str, # Of `SWEEP_NAMES`
     share:float=1., # Of the epochs, after which accuracy is read; in (0, 1]
-)->pd.DataFrame: # A row a value: accuracy, its sd and each seed's (%), seeds, how many lost a class by the end, and epsilons (nats): claimed, claimed for the attacked run, empirical
+)->pd.DataFrame: # A row a value: accuracy (%), sd, each seed's, lost classes, epsilons (nats)
     "One sweep in numbers."
-    if sweep not in self.asked.get(name, {}): raise ValueError(f"name and sweep must be ones that were asked for, {'; '.join(f'{n}: {s}' for n, of in self.asked.items() for s in of)}, got name={name!r}, sweep={sweep!r}")
-    return pd.DataFrame([_row(value, [self.records[s] for s in specs], share) for value, specs in self.asked[name][sweep].items()])
+    if sweep not in self.asked.get(name, {}):
+        raise ValueError("name and sweep must be ones that were asked for, "
+            f"{'; '.join(f'{n}: {s}' for n, of in self.asked.items() for s in of)}, got "
+            f"name={name!r}, sweep={sweep!r}")
+    return pd.DataFrame([_row(value, [self.records[s] for s in specs], share)
+        for value, specs in self.asked[name][sweep].items()])
 
 @patch
 def show(self:Sweeps,
@@ -130,9 +167,15 @@ def show(self:Sweeps,
     "A table for every sweep and data set; nothing is certified for a run as printed."
     for sweep, name in ((sweep, name) for sweep in sweeps for name in self.panels(sweep)):
         t = self.table(name, sweep)
-        accuracies = [f"{a:.1f}" + (f" ± {s:.1f}" if s == s else "") + f" ({n})" for a, s, n in zip(t["accuracy"], t["sd"], t["seeds"])]
-        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format), "accuracy (%) (seeds)": accuracies, "runs that lost a class": t["losers"], "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none", "claimed ε of the attacked run": t["attacked"].map(epsilon_text), "empirical ε ≥ (median)": t["empirical"].map(epsilon_text)})
-        display(Markdown(f"**{self.label(name)}: {SWEEP_NAMES[sweep]}**"), text.style.hide(axis="index"))
+        accuracies = [f"{a:.1f}" + (f" ± {s:.1f}" if s == s else "") + f" ({n})"
+            for a, s, n in zip(t["accuracy"], t["sd"], t["seeds"])]
+        text = pd.DataFrame({SWEEP_NAMES[sweep]: t["value"].map("{:g}".format),
+            "accuracy (%) (seeds)": accuracies, "runs that lost a class": t["losers"],
+            "claimed ε": t["claimed"].map(epsilon_text), "certified ε": "none",
+            "claimed ε of the attacked run": t["attacked"].map(epsilon_text),
+            "empirical ε ≥ (median)": t["empirical"].map(epsilon_text)})
+        display(Markdown(f"**{self.label(name)}: {SWEEP_NAMES[sweep]}**"),
+            text.style.hide(axis="index"))
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #f5172053
 @contextmanager
@@ -141,22 +184,27 @@ def data_panels(
     names:list, # Of them: a panel each
     *labels, # Of the x and the y axis, with their units
 ):
-    "A picture with a panel for each data set: yields a list of (Axes, name), and gives them titles and legends on leaving."
+    "A panel for each data set: yields (Axes, name) pairs, adds titles and legends on leaving."
     if not names: raise ValueError("sweeps must be of some data set that was asked for, got none")
     with figure(*labels, panels=len(names), width=min(2 + 3.5*len(names), 7.5), height=3.2) as axes:
         pairs = list(zip(np.atleast_1d(axes), names))
         yield pairs
-        for ax, name in pairs: ax.set_title(sweeps.label(name).replace(" (", "\n("), fontsize=9); ax.legend(fontsize=7, ncols=1 + (len(ax.get_legend_handles_labels()[1])>3), loc="upper center", bbox_to_anchor=(.5, -.22)) # Below, where no curve is
+        for ax, name in pairs:  # Below, where no curve is
+            ax.set_title(sweeps.label(name).replace(" (", "\n("), fontsize=9)
+            ax.legend(fontsize=7, ncols=1 + (len(ax.get_legend_handles_labels()[1])>3),
+                loc="upper center", bbox_to_anchor=(.5, -.22))
 
 def _line(ax, sweeps, name, sweep, share, k, has_shares):
-    "One line of means, a dot for each seed; where there are several shares, named by their epochs and the ε that is claimed after them."
+    "One line of means and a dot for each seed; shares are named by epochs and claimed ε."
     t, size = sweeps.table(name, sweep, share), sweeps.sizes[name]
     epochs = _after(sweeps.records[next(iter(sweeps.asked[name][sweep].values()))[0]], share)
-    said = f"{counted(epochs, 'epoch')}, ε {claim_of(replace(size, epochs=epochs)):.2g}" if has_shares else _LINES.get(sweep, "C fixed")
+    said = (f"{counted(epochs, 'epoch')}, ε {claim_of(replace(size, epochs=epochs)):.2g}"
+        if has_shares else _LINES.get(sweep, "C fixed"))
     style = series(k)
     ax.plot(t["value"], t["accuracy"], label=said, **style)
     seeds = t[["value", "each"]].explode("each")
-    ax.plot(seeds["value"], seeds["each"], linestyle="", marker=".", markersize=4, color=style["color"], alpha=.6)
+    ax.plot(seeds["value"], seeds["each"], linestyle="", marker=".", markersize=4,
+        color=style["color"], alpha=.6)
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #608915f4
 @patch
@@ -165,11 +213,13 @@ def plot(self:Sweeps,
     logx:bool=False, # A logarithmic axis
     shares:tuple=(1.,), # Of the epochs, after which accuracy is read: a line each
 ):
-    "Accuracy against the value, a panel for each data set: means over seeds, and a dot for each seed."
+    "Accuracy against the value: a panel for each data set, a dot for each seed."
     with data_panels(self, self.panels(*sweeps), _AXES[sweeps[0]], "test accuracy (%)") as pairs:
         for ax, name in pairs:
-            for k, (sweep, share) in enumerate((sweep, share) for sweep in sweeps for share in shares):
-                if sweep in self.asked[name]: _line(ax, self, name, sweep, share, k, len(shares) > 1)
+            for k, (sweep, share) in enumerate((sweep, share) for sweep in sweeps
+                for share in shares):
+                if sweep in self.asked[name]:
+                    _line(ax, self, name, sweep, share, k, len(shares) > 1)
             if logx: ax.set_xscale("log")
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #5a5a7854
@@ -186,8 +236,11 @@ def follows(self:Sweeps,
             yield f"{said}: fewer than two values have all {full} seeds yet, and nothing follows."
             continue
         best, worst = t.loc[t["accuracy"].idxmax()], t.loc[t["accuracy"].idxmin()]
-        said = f"{said}: highest at {best['value']:g} with {best['accuracy']:.1f} %, lowest at {worst['value']:g} with {worst['accuracy']:.1f} %"
-        yield f"{said}, on one seed a setting, from which no order follows." if t["sd"].isna().all() else f"{said}; the standard deviation over {full} seeds is up to {t['sd'].max():.1f} points. {papers[sweep]}"
+        said = (f"{said}: highest at {best['value']:g} with {best['accuracy']:.1f} %, lowest at "
+            f"{worst['value']:g} with {worst['accuracy']:.1f} %")
+        yield (f"{said}, on one seed a setting, from which no order follows."
+            if t["sd"].isna().all() else f"{said}; the standard deviation over {full} seeds is up "
+            f"to {t['sd'].max():.1f} points. {papers[sweep]}")
 
 
 @patch
@@ -196,7 +249,10 @@ def lost(self:Sweeps,
 )->str: # A sentence
     "How many runs do not know some class any more, and what that does to accuracy."
     runs = [self.records[s] for s in self.runs_of(name)]
-    gone, accuracy = np.array([lost_classes(r) for r in runs]), np.array([r.epochs[-1]["test_accuracy"] for r in runs])
-    said = f"Of {len(runs)} runs {sum(gone > 0)} lost a class or more, with under 1 % of its test images right"
+    gone, accuracy = np.array([lost_classes(r) for r in runs]), np.array(
+        [r.epochs[-1]["test_accuracy"] for r in runs])
+    said = (f"Of {len(runs)} runs {sum(gone > 0)} lost a class or more, with under 1 % of its test "
+        "images right")
     if min(gone.std(), accuracy.std()) == 0: return f"{said}."
-    return f"{said}; how many it lost explains {np.corrcoef(gone, accuracy)[0, 1]**2:.1%} of the variance of accuracy over all of them."
+    return (f"{said}; how many it lost explains {np.corrcoef(gone, accuracy)[0, 1]**2:.1%} of the "
+        "variance of accuracy over all of them.")
