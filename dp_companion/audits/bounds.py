@@ -18,20 +18,25 @@ from scipy import optimize, special, stats
 from ..budgets.schedules import _real, _whole, _word
 
 # %% ../../nbs/audits/bounds.ipynb #d7bb67f4
-METHODS = ("rates", "gaussian_rates", "gaussian_errors", "gaussian_ranks", "one_run", "one_run_gaussian") # How a bound was found
+# How a bound was found
+METHODS = (
+    "rates", "gaussian_rates", "gaussian_errors", "gaussian_ranks", "one_run", "one_run_gaussian"
+)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     "A lower bound on epsilon that an attack achieved."
     epsilon: float # Lower bound (nats); >= 0
     delta: float # At which delta, in [0, 1)
-    confidence: float # Probability that the bound holds, whatever the mechanism or, for methods named gaussian, for one with a Gaussian curve (gaussian_ranks: up to a normal approximation); in (0, 1)
+    # Probability that the bound holds, whatever the mechanism or, for methods named gaussian, for one with a Gaussian curve (gaussian_ranks: up to a normal approximation); in (0, 1)
+    confidence: float
     method: str # One of `METHODS`
     draws: int # Draws per world, all phases of the attack together; for one run, its canaries
     seed: int|None = None # Of the draws, where they have one
 
     def __post_init__(self):
-        if not self.epsilon >= 0: raise ValueError(f"epsilon must be >= 0, got epsilon={self.epsilon}")
+        if not self.epsilon >= 0:
+            raise ValueError(f"epsilon must be >= 0, got epsilon={self.epsilon}")
         _checked(self.delta, self.confidence)
         _word("method", self.method, METHODS)
         _whole("draws", self.draws)
@@ -49,8 +54,10 @@ def rate_upper(
     confidence:float, # 1 - alpha, of this one bound; in (0, 1)
 )->float: # Upper bound on the rate, in (0, 1]
     "Upper bound on a rate from a count (CP34)."
-    if not np.all((0 <= np.asarray(count)) & (np.asarray(count) <= trials)): raise ValueError(f"count must be in 0..{trials}, got count={count}")
-    with np.errstate(all="ignore"): upper = special.betaincinv(np.add(count, 1.), np.subtract(trials, count)*1., confidence)
+    if not np.all((0 <= np.asarray(count)) & (np.asarray(count) <= trials)):
+        raise ValueError(f"count must be in 0..{trials}, got count={count}")
+    with np.errstate(all="ignore"):
+        upper = special.betaincinv(np.add(count, 1.), np.subtract(trials, count)*1., confidence)
     return np.where(np.equal(count, trials), 1., upper)[()]
 
 # %% ../../nbs/audits/bounds.ipynb #1990d14f
@@ -63,8 +70,12 @@ def rates_to_epsilon(
     "Least epsilon that allows these error rates (KOV15, Theorem 2.1)."
     fpr, fnr = np.asarray(fpr, dtype=float), np.asarray(fnr, dtype=float)
     with np.errstate(all="ignore"):
-        add, remove = ((np.log(np.maximum(1 - delta - a, 0)) - np.log(b)) for a, b in ((fnr, fpr), (fpr, fnr)))
-    return np.maximum(np.nan_to_num(np.fmax(add, remove), nan=0., posinf=math.inf, neginf=0.), 0.)[()]
+        add, remove = (
+            (np.log(np.maximum(1 - delta - a, 0)) - np.log(b)) for a, b in ((fnr, fpr), (fpr, fnr))
+        )
+    return np.maximum(
+        np.nan_to_num(np.fmax(add, remove), nan=0., posinf=math.inf, neginf=0.), 0.
+    )[()]
 
 def rates_bound(
     false_positives:int, # "in" said without the record; may be an array
@@ -78,7 +89,10 @@ def rates_bound(
     "Lower bound on epsilon from the errors of one threshold (KOV15, CP34)."
     _checked(delta, confidence)
     each = dict(confidence=(1 + confidence)/2)
-    return rates_to_epsilon(rate_upper(false_positives, trials_out, **each), rate_upper(false_negatives, trials_in, **each), delta=delta)
+    return rates_to_epsilon(
+        rate_upper(false_positives, trials_out, **each),
+        rate_upper(false_negatives, trials_in, **each), delta=delta
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #0fbd05fa
 def mu_to_epsilon(
@@ -93,7 +107,12 @@ def mu_to_epsilon(
         a, b = special.log_ndtr(mu/2 - e/mu), special.log_ndtr(-mu/2 - e/mu)
         return a + np.log(-np.expm1(min(e + b - a, -1e-300)))
     if mu == 0 or log_delta(0) <= math.log(delta): return 0.
-    return float(optimize.brentq(lambda e: log_delta(e) - math.log(delta), 0, mu*mu/2 + mu*(2 + math.sqrt(-2*math.log(delta))), xtol=1e-12))
+    return float(
+        optimize.brentq(
+            lambda e: log_delta(e) - math.log(delta), 0,
+            mu*mu/2 + mu*(2 + math.sqrt(-2*math.log(delta))), xtol=1e-12
+        )
+    )
 
 def epsilon_to_mu(
     epsilon:float, # nats, >= 0
@@ -103,8 +122,11 @@ def epsilon_to_mu(
     "The mu-GDP that has this epsilon at delta (DRS19, Corollary 2.13)."
     if not epsilon >= 0: raise ValueError(f"epsilon must be >= 0, got epsilon={epsilon}")
     upper = 1.
-    while mu_to_epsilon(upper, delta=delta) < epsilon: upper *= 2
-    return float(optimize.brentq(lambda mu: mu_to_epsilon(mu, delta=delta) - epsilon, 0, upper, xtol=1e-12))
+    while mu_to_epsilon(upper, delta=delta) < epsilon:
+        upper *= 2
+    return float(
+        optimize.brentq(lambda mu: mu_to_epsilon(mu, delta=delta) - epsilon, 0, upper, xtol=1e-12)
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #dbcefc58
 def gaussian_rates_bound(
@@ -117,7 +139,8 @@ def gaussian_rates_bound(
 )->float: # mu, lower bound, >= 0
     "Lower bound on mu from two bounded error rates (NHTJ23)."
     each = dict(confidence=(1 + confidence)/2)
-    fpr, fnr = rate_upper(false_positives, trials_out, **each), rate_upper(false_negatives, trials_in, **each)
+    fpr = rate_upper(false_positives, trials_out, **each)
+    fnr = rate_upper(false_negatives, trials_in, **each)
     return np.maximum(-special.ndtri(fpr) - special.ndtri(fnr), 0.)[()]
 
 def gaussian_errors_bound(
@@ -127,8 +150,12 @@ def gaussian_errors_bound(
     confidence:float, # Of the bound, in (0, 1)
 )->float: # mu, lower bound, >= 0
     "Lower bound on mu from the number of wrong answers (DRS19, H56)."
-    if trials % 2: raise ValueError(f"trials must be even, half of them in each world, got trials={trials}")
-    if not .75 <= confidence < 1: raise ValueError(f"confidence must be in [0.75, 1), where H56 holds, got confidence={confidence}")
+    if trials % 2:
+        raise ValueError(f"trials must be even, half of them in each world, got trials={trials}")
+    if not .75 <= confidence < 1:
+        raise ValueError(
+            f"confidence must be in [0.75, 1), where H56 holds, got confidence={confidence}"
+        )
     return np.maximum(-2*special.ndtri(rate_upper(errors, trials, confidence=confidence)), 0.)[()]
 
 # %% ../../nbs/audits/bounds.ipynb #9ddcb13a
@@ -150,14 +177,24 @@ def gaussian_ranks_bound(
     confidence:float, # Of the bound, in [0.9, 1)
 )->float: # mu, lower bound, >= 0
     "Lower bound on mu from the ranks of all scores, ten or more a world (MW47)."
-    if not .9 <= confidence < 1: raise ValueError(f"confidence must be in [0.9, 1), where the normal approximation is safe, got confidence={confidence}")
-    if not min(len(scores_out), len(scores_in)) >= 10: raise ValueError(f"scores must be at least 10 in each world for method=gaussian_ranks, got {len(scores_out)} and {len(scores_in)}")
+    if not .9 <= confidence < 1:
+        raise ValueError(
+            "confidence must be in [0.9, 1), where the normal approximation is safe, got "
+            f"confidence={confidence}"
+        )
+    if not min(len(scores_out), len(scores_in)) >= 10:
+        raise ValueError(
+            "scores must be at least 10 in each world for method=gaussian_ranks, got "
+            f"{len(scores_out)} and {len(scores_in)}"
+        )
     n_out, n_in, z = len(scores_out), len(scores_in), special.ndtri(confidence)
     share = np.searchsorted(np.sort(scores_out), scores_in, side="left").mean()/n_out
     def excess(mu): return np.dot((1, z), share_moments(mu, n_out, n_in)) - share
     grid = np.linspace(0, 12, 601)
     first = int(np.argmax(excess(grid) >= 0)) # at the end of the grid the mean is 1
-    return 0. if first == 0 else float(optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-12))
+    return 0. if first == 0 else float(
+        optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-12)
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #2d807a0c
 def errors_at(
@@ -166,7 +203,9 @@ def errors_at(
     thresholds:np.ndarray, # (count,) "in" is said above
 )->tuple[np.ndarray,np.ndarray]: # False positives and false negatives, (count,) each
     "Errors of each threshold."
-    false_positives = len(scores_out) - np.searchsorted(np.sort(scores_out), thresholds, side="right")
+    false_positives = len(scores_out) - np.searchsorted(
+        np.sort(scores_out), thresholds, side="right"
+    )
     return false_positives, np.searchsorted(np.sort(scores_in), thresholds, side="right")
 
 def strength_at(
@@ -180,21 +219,33 @@ def strength_at(
 )->np.ndarray: # (count,) lower bound at each threshold: epsilon for rates, mu for the Gaussian methods
     "What each threshold's errors refute."
     _checked(delta, confidence)
-    fp, fn, n_out, n_in = *errors_at(scores_out, scores_in, thresholds), len(scores_out), len(scores_in)
-    if method == "rates": return rates_bound(fp, n_out, fn, n_in, delta=delta, confidence=confidence)
-    if method == "gaussian_rates": return gaussian_rates_bound(fp, n_out, fn, n_in, confidence=confidence)
-    if method != "gaussian_errors": raise ValueError(f"method must be one of {', '.join(METHODS[:3])}, got method={method}")
-    if n_out != n_in: raise ValueError(f"scores_in must be as many as scores_out for method=gaussian_errors, got {n_in} and {n_out}")
+    fp, fn, n_out, n_in = *errors_at(
+        scores_out, scores_in, thresholds
+    ), len(scores_out), len(scores_in)
+    if method == "rates":
+        return rates_bound(fp, n_out, fn, n_in, delta=delta, confidence=confidence)
+    if method == "gaussian_rates":
+        return gaussian_rates_bound(fp, n_out, fn, n_in, confidence=confidence)
+    if method != "gaussian_errors":
+        raise ValueError(f"method must be one of {', '.join(METHODS[:3])}, got method={method}")
+    if n_out != n_in:
+        raise ValueError(
+            f"scores_in must be as many as scores_out for method=gaussian_errors, got {n_in} and "
+            f"{n_out}"
+        )
     return gaussian_errors_bound(fp + fn, 2*n_in, confidence=confidence)
 
 # %% ../../nbs/audits/bounds.ipynb #b70c2fe8
-CANDIDATES = 1000 # Thresholds that a split tries on its first half; more change the choice by less than its chance
+# Thresholds that a split tries on its first half; more change the choice by less than its chance
+CANDIDATES = 1000
 
 def _candidates(scores_out, scores_in):
     "Thresholds dense in both tails: half way between quantiles of either world, on a logistic grid."
     N = min(len(scores_out), len(scores_in))
     levels = special.expit(np.linspace(-math.log(N), math.log(N), CANDIDATES//2))
-    values = np.unique(np.concatenate([np.quantile(scores_out, levels), np.quantile(scores_in, levels)]))
+    values = np.unique(
+        np.concatenate([np.quantile(scores_out, levels), np.quantile(scores_in, levels)])
+    )
     return (values[1:] + values[:-1])/2 if len(values) > 1 else values
 
 # %% ../../nbs/audits/bounds.ipynb #964b0ab0
@@ -210,11 +261,22 @@ def finding_from_scores(
 )->Finding:
     "Lower bound on epsilon from scores; a threshold has not seen the draws that it is judged on."
     _word("method", method, METHODS[:4])
-    out, into = (_finite(name, scores) for name, scores in (("scores_out", scores_out), ("scores_in", scores_in)))
-    if method == "gaussian_ranks" and thresholds is not None: raise ValueError(f"thresholds must be none for method=gaussian_ranks, got thresholds={thresholds}")
-    found = gaussian_ranks_bound(out, into, confidence=confidence) if method == "gaussian_ranks" else _at_thresholds(out, into, thresholds, delta, confidence, method)
+    out, into = (
+        _finite(name, scores)
+        for name, scores in (("scores_out", scores_out), ("scores_in", scores_in))
+    )
+    if method == "gaussian_ranks" and thresholds is not None:
+        raise ValueError(
+            f"thresholds must be none for method=gaussian_ranks, got thresholds={thresholds}"
+        )
+    found = gaussian_ranks_bound(
+        out, into, confidence=confidence
+    ) if method == "gaussian_ranks" else _at_thresholds(out, into, thresholds, delta, confidence, method)
     epsilon = found if method == "rates" else mu_to_epsilon(found, delta=delta)
-    return Finding(epsilon=epsilon, delta=delta, confidence=confidence, method=method, draws=max(len(out), len(into)), seed=seed)
+    return Finding(
+        epsilon=epsilon, delta=delta, confidence=confidence, method=method,
+        draws=max(len(out), len(into)), seed=seed
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #79a8c9c8
 def _at_thresholds(out, into, thresholds, delta, confidence, method):
@@ -222,16 +284,32 @@ def _at_thresholds(out, into, thresholds, delta, confidence, method):
     if thresholds is None:
         firsts, (out_b, in_b) = (out[::2], into[::2]), (out[1::2], into[1::2])
         tried = _candidates(*firsts)
-        chosen = tried[[int(np.argmax(strength_at(*firsts, tried, delta=delta, confidence=confidence, method=method)))]]
-    else: chosen, out_b, in_b = np.asarray(thresholds, dtype=float), out, into
-    return float(strength_at(out_b, in_b, chosen, delta=delta, confidence=1 - (1 - confidence)/len(chosen), method=method).max())
+        chosen = tried[[
+            int(
+                np.argmax(
+                    strength_at(*firsts, tried, delta=delta, confidence=confidence, method=method)
+                )
+            )
+        ]]
+    else:
+        chosen, out_b, in_b = np.asarray(thresholds, dtype=float), out, into
+    return float(
+        strength_at(
+            out_b, in_b, chosen, delta=delta, confidence=1 - (1 - confidence)/len(chosen),
+            method=method
+        ).max()
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #924d3b93
 def _finite(name, scores):
     "Scores as a vector of at least four; what is not finite is an error, not an answer."
     scores = np.asarray(scores, dtype=float)
-    if scores.ndim != 1 or len(scores) < 4: raise ValueError(f"{name} must be a vector of at least 4 scores, got shape {scores.shape}")
-    if not np.isfinite(scores).all(): raise ValueError(f"{name} must be finite, got {int((~np.isfinite(scores)).sum())} that are not")
+    if scores.ndim != 1 or len(scores) < 4:
+        raise ValueError(f"{name} must be a vector of at least 4 scores, got shape {scores.shape}")
+    if not np.isfinite(scores).all():
+        raise ValueError(
+            f"{name} must be finite, got {int((~np.isfinite(scores)).sum())} that are not"
+        )
     return scores
 
 # %% ../../nbs/audits/bounds.ipynb #a76f5936
@@ -261,16 +339,24 @@ def one_run_bound(
 )->float: # epsilon, lower bound (nats)
     "Lower bound on epsilon from the guesses of one run (SNJ23, Theorem 5.2)."
     _guesses(canaries, guesses, correct, delta, confidence)
-    def excess(epsilon): return one_run_p_value(epsilon, canaries, guesses, correct, delta=delta) - (1 - confidence)
+    def excess(epsilon):
+        return one_run_p_value(epsilon, canaries, guesses, correct, delta=delta) - (1 - confidence)
     grid = np.linspace(0, math.log(guesses) + 8, 200)
     refuted = np.flatnonzero([excess(e) < 0 for e in grid])
-    return float(optimize.brentq(excess, grid[refuted[-1]], grid[refuted[-1] + 1], xtol=1e-9)) if len(refuted) else 0.
+    return float(
+        optimize.brentq(excess, grid[refuted[-1]], grid[refuted[-1] + 1], xtol=1e-9)
+    ) if len(refuted) else 0.
 
 def _guesses(canaries, guesses, correct, delta, confidence):
     "Refuse impossible counts."
     _checked(delta, confidence)
-    if not 0 <= _whole("correct", correct, 0) <= _whole("guesses", guesses) <= _whole("canaries", canaries):
-        raise ValueError(f"correct <= guesses <= canaries must hold, got correct={correct}, guesses={guesses}, canaries={canaries}")
+    if not 0 <= _whole("correct", correct, 0) <= _whole("guesses", guesses) <= _whole(
+        "canaries", canaries
+    ):
+        raise ValueError(
+            f"correct <= guesses <= canaries must hold, got correct={correct}, guesses={guesses}, "
+            f"canaries={canaries}"
+        )
 
 # %% ../../nbs/audits/bounds.ipynb #ea9752a2
 def one_run_gaussian_refutes(
@@ -285,7 +371,8 @@ def one_run_gaussian_refutes(
     alpha, m, r, v = 1 - confidence, canaries, guesses, correct
     right, wrong = alpha*v/m, alpha*(r - v)/m # sums over i >= c of i p_i/m and of (r - i) p_i/m
     for c in range(v, 0, -1):
-        demanded = special.ndtr(special.ndtri(min(right, 1.)) - mu) # the least that F can have come from
+        # the least that F can have come from
+        demanded = special.ndtr(special.ndtri(min(right, 1.)) - mu)
         if demanded <= wrong: break
         right, wrong = right + (c - 1)/(r - c + 1)*(demanded - wrong), demanded
     return bool(right + wrong > r/m)
@@ -301,10 +388,12 @@ def one_run_gaussian_bound(
 )->float: # epsilon, lower bound (nats), of a mechanism with a Gaussian curve
     "Lower bound on epsilon of a Gaussian curve from the guesses of one run (MMC24)."
     _guesses(canaries, guesses, correct, delta, confidence)
-    def refutes(mu): return one_run_gaussian_refutes(mu, canaries, guesses, correct, confidence=confidence)
+    def refutes(mu):
+        return one_run_gaussian_refutes(mu, canaries, guesses, correct, confidence=confidence)
     low, high = 0., 40.
     if not refutes(1e-9): return 0.
-    for _ in range(40): low, high = (mid, high) if refutes(mid := (low + high)/2) else (low, mid)
+    for _ in range(40):
+        low, high = (mid, high) if refutes(mid := (low + high)/2) else (low, mid)
     return mu_to_epsilon(low, delta=delta)
 
 # %% ../../nbs/audits/bounds.ipynb #489981dc
@@ -320,8 +409,16 @@ def finding_from_guesses(
 )->Finding:
     "Lower bound on epsilon from one run, guessing the canaries with the surest scores (SNJ23, MMC24)."
     scores, included = _finite("scores", scores), np.asarray(included, dtype=bool)
-    if scores.shape != included.shape: raise ValueError(f"included must be one bit per score, {scores.shape}, got shape {included.shape}")
+    if scores.shape != included.shape:
+        raise ValueError(
+            f"included must be one bit per score, {scores.shape}, got shape {included.shape}"
+        )
     sure = np.argsort(-np.abs(scores), kind="stable")[:guesses]
     counts = len(scores), guesses, int(((scores > 0) == included)[sure].sum())
-    bound = {"one_run": one_run_bound, "one_run_gaussian": one_run_gaussian_bound}[_word("method", method, ("one_run", "one_run_gaussian"))]
-    return Finding(epsilon=bound(*counts, delta=delta, confidence=confidence), delta=delta, confidence=confidence, method=method, draws=len(scores), seed=seed)
+    bound = {"one_run": one_run_bound, "one_run_gaussian": one_run_gaussian_bound}[
+        _word("method", method, ("one_run", "one_run_gaussian"))
+    ]
+    return Finding(
+        epsilon=bound(*counts, delta=delta, confidence=confidence), delta=delta,
+        confidence=confidence, method=method, draws=len(scores), seed=seed
+    )

@@ -31,9 +31,13 @@ class Directions(nn.Module):
         sizes:tuple[int,...]=LAYERS, # Parameters per layer
     ):
         super().__init__()
-        self.sizes, self.layers = list(sizes), nn.ModuleList(nn.Linear(size, 1, bias=False) for size in sizes)
+        self.sizes = list(sizes)
+        self.layers = nn.ModuleList(nn.Linear(size, 1, bias=False) for size in sizes)
 
-    def forward(self, x): return torch.cat([layer(part) for layer, part in zip(self.layers, x.split(self.sizes, 1))], 1)
+    def forward(self, x):
+        return torch.cat(
+            [layer(part) for layer, part in zip(self.layers, x.split(self.sizes, 1))], 1
+        )
 
 def output_sum(outputs, targets): # A loss for `PrivateStep`, one value per sample
     "The output itself as the loss."
@@ -41,13 +45,17 @@ def output_sum(outputs, targets): # A loss for `PrivateStep`, one value per samp
 
 # %% ../../nbs/audits/canaries.ipynb #d4dea3a3
 KINDS = ("random", "one_hot") # Directions of a canary
-BYSTANDERS = 3 # Records beside the canary, in both worlds; also the expected batch size of the audited step
+# Records beside the canary, in both worlds; also the expected batch size of the audited step
+BYSTANDERS = 3
 
 def worst_norm(
     rule:ClipRule, # The rule under audit
 )->float: # A norm, in the unit of the gradient
     "The largest norm of which the rule lets through the most, to one part in 10,000."
-    bounds = [getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm") if hasattr(rule, name)]
+    bounds = [
+        getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm")
+        if hasattr(rule, name)
+    ]
     norms = torch.cat([torch.logspace(-3, 4, 141)*bounds[0], torch.tensor(bounds)]).sort().values
     groups = torch.zeros(len(norms), dtype=torch.long) if rule.needs_groups else None
     through = rule.scale(norms, groups)*norms
@@ -63,8 +71,12 @@ def canary_records(
     "The canary, and the records that are there with or without it."
     _word("kind", kind, KINDS)
     generator, width = torch.Generator().manual_seed(seed), sum(sizes)
-    if kind == "random": direction = nn.functional.normalize(torch.randn(width, generator=generator), dim=0)
-    else: direction = nn.functional.one_hot(torch.randint(width, (), generator=generator), width).float()
+    if kind == "random":
+        direction = nn.functional.normalize(torch.randn(width, generator=generator), dim=0)
+    else:
+        direction = nn.functional.one_hot(
+            torch.randint(width, (), generator=generator), width
+        ).float()
     return worst_norm(rule)*torch.cat([direction[None], -direction.expand(BYSTANDERS, -1)/10])
 
 # %% ../../nbs/audits/canaries.ipynb #a2e9ce06
@@ -75,14 +87,17 @@ class CanaryStep:
         *,
         seed:int=0, # Of the noise, and of the canary's direction
         kind:str="random", # random or one_hot canary
-        engine:str="book", # Of the private step
         step_class=PrivateStep, # The step under audit; a changed one where a fault is planted
         sizes:tuple[int,...]=LAYERS, # Parameters per layer
     ):
-        self.model, self.records, generator = Directions(sizes), canary_records(rule, kind, sizes=sizes, seed=seed), torch.Generator().manual_seed(seed)
+        self.model = Directions(sizes)
+        self.records = canary_records(rule, kind, sizes=sizes, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
         self.direction = nn.functional.normalize(self.records[0], dim=0)
-        self.step = step_class(self.model, torch.optim.SGD(self.model.parameters(), lr=1e-3), clip_rule=rule,
-                               expected_batch_size=BYSTANDERS, engine=engine, generator=generator)
+        self.step = step_class(
+            self.model, torch.optim.SGD(self.model.parameters(), lr=1e-3), clip_rule=rule,
+            expected_batch_size=BYSTANDERS, generator=generator
+        )
 
     def __call__(self,
         is_in:bool, # Whether the canary is in the batch
@@ -91,7 +106,10 @@ class CanaryStep:
         "One step, and the projection of the released gradient on the canary."
         rule, batch = self.step.clip_rule, self.records[0 if is_in else 1:]
         groups = torch.arange(len(batch)).flip(0) % rule.num_groups if rule.needs_groups else None
-        report = self.step(output_sum, batch, torch.zeros(len(batch)), noise_multiplier=noise_multiplier, groups=groups)
+        report = self.step(
+            output_sum, batch, torch.zeros(len(batch)), noise_multiplier=noise_multiplier,
+            groups=groups
+        )
         return float(self.released @ self.direction)*BYSTANDERS/report.sensitivity
 
     @property
@@ -103,7 +121,11 @@ class CanaryStep:
     def background(self)->float: # In units of the sensitivity
         "What the bystanders add to the next score, by the rule itself."
         rule, norm = self.step.clip_rule, self.records[1].norm()[None]
-        return -BYSTANDERS*float(rule.scale(norm, torch.zeros(1, dtype=torch.long) if rule.needs_groups else None)*norm/rule.sensitivity)
+        return -BYSTANDERS*float(
+            rule.scale(
+                norm, torch.zeros(1, dtype=torch.long) if rule.needs_groups else None
+            )*norm/rule.sensitivity
+        )
 
 # %% ../../nbs/audits/canaries.ipynb #da34114e
 def count_score(
@@ -113,7 +135,9 @@ def count_score(
 )->float: # To be added to the step's score
     "The noisy count that Global-Adapt's moved threshold gives away, weighted as the likelihood ratio does (NP33)."
     if not isinstance(before, GlobalAdapt): return 0.
-    noisy_count = (math.log(after.strict_max_grad_norm/before.strict_max_grad_norm) + before.threshold_rate)*BYSTANDERS
+    noisy_count = (
+        math.log(after.strict_max_grad_norm/before.strict_max_grad_norm) + before.threshold_rate
+    )*BYSTANDERS
     return noisy_count*(noise_multiplier/before.count_noise)**2
 
 def step_scores(
@@ -121,13 +145,15 @@ def step_scores(
     *,
     noise_multiplier:float, # sigma of the step
     draws:int, # Steps per world
-    **options, # seed, kind, engine, step_class, sizes: as for `CanaryStep`
+    **options, # seed, kind, step_class, sizes: as for `CanaryStep`
 )->tuple[np.ndarray,np.ndarray]: # (draws,) without the canary, (draws,) with it
     "Scores of one step, drawn again and again from the same rule (NHTJ23)."
     canary_step = CanaryStep(rule, **options)
     def score(is_in):
         canary_step.step.clip_rule = rule
-        return canary_step(is_in, noise_multiplier) + count_score(rule, canary_step.step.clip_rule, noise_multiplier)
+        return canary_step(is_in, noise_multiplier) + count_score(
+            rule, canary_step.step.clip_rule, noise_multiplier
+        )
     return tuple(np.array([score(is_in) for _ in range(draws)]) for is_in in (False, True))
 
 # %% ../../nbs/audits/canaries.ipynb #825ab31c
@@ -140,17 +166,21 @@ def audit_step(
     confidence:float=.95, # Of the bound, in (0, 1)
     seed:int=0, # Of the noise, and of the canary's direction
     method:str="gaussian_ranks", # gaussian_ranks, gaussian_errors, gaussian_rates, or rates, which assumes no curve
-    **options, # kind, engine, step_class, sizes: as for `CanaryStep`
+    **options, # kind, step_class, sizes: as for `CanaryStep`
 )->Finding:
     "Lower bound on the epsilon of one full-batch step, by calling it (NHTJ23)."
     _real("noise_multiplier", noise_multiplier)
     if not _whole("draws", draws) >= 80: raise ValueError(f"draws must be >= 80, got draws={draws}")
-    out, into = step_scores(rule, noise_multiplier=noise_multiplier, draws=draws, seed=seed, **options)
+    out, into = step_scores(
+        rule, noise_multiplier=noise_multiplier, draws=draws, seed=seed, **options
+    )
     asked = dict(delta=delta, confidence=confidence, method=method, seed=seed)
     if method == "gaussian_ranks": return finding_from_scores(out, into, **asked)
     first = max(draws//50, 20)
     middle = float(out[:first].mean() + into[:first].mean())/2
-    return replace(finding_from_scores(out[first:], into[first:], thresholds=(middle,), **asked), draws=draws)
+    return replace(
+        finding_from_scores(out[first:], into[first:], thresholds=(middle,), **asked), draws=draws
+    )
 
 # %% ../../nbs/audits/canaries.ipynb #97a52f56
 def audit_one_run(
@@ -166,13 +196,20 @@ def audit_one_run(
     step_class=PrivateStep, # The step under audit
 )->Finding:
     "Lower bound on the epsilon of one full-batch step, by calling it once (SNJ23, MMC24)."
-    generator, model = torch.Generator().manual_seed(seed), Directions((_whole("canaries", canaries),))
+    generator = torch.Generator().manual_seed(seed)
+    model = Directions((_whole("canaries", canaries),))
     included = torch.rand(canaries, generator=generator) < .5
     batch = worst_norm(rule)*torch.eye(canaries)[included]
-    step = step_class(model, torch.optim.SGD(model.parameters(), lr=1e-3), clip_rule=rule, expected_batch_size=canaries, generator=generator)
+    step = step_class(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), clip_rule=rule,
+        expected_batch_size=canaries, generator=generator
+    )
     report = step(output_sum, batch, torch.zeros(len(batch)), noise_multiplier=noise_multiplier)
     scores = next(model.parameters()).grad[0].numpy()*canaries/report.sensitivity - .5
-    return finding_from_guesses(scores, included.numpy(), guesses=guesses, delta=delta, confidence=confidence, method=method, seed=seed)
+    return finding_from_guesses(
+        scores, included.numpy(), guesses=guesses, delta=delta, confidence=confidence,
+        method=method, seed=seed
+    )
 
 # %% ../../nbs/audits/canaries.ipynb #3c8a1da2
 def log_likelihood_ratio(
@@ -183,7 +220,10 @@ def log_likelihood_ratio(
     "How much likelier the projections are with the canary than without (NP33)."
     ratio = (projections - .5)/noise_multiplier**2
     if sample_rate == 1: return ratio.sum(-1)
-    return (nn.functional.softplus(ratio + math.log(sample_rate) - math.log1p(-sample_rate)) + math.log1p(-sample_rate)).sum(-1)
+    return (
+        nn.functional.softplus(ratio + math.log(sample_rate) - math.log1p(-sample_rate))
+        + math.log1p(-sample_rate)
+    ).sum(-1)
 
 # %% ../../nbs/audits/canaries.ipynb #48da4b16
 BLOCK = 1<<18 # Values drawn at once
@@ -199,12 +239,22 @@ def schedule_scores(
     generator, events = torch.Generator().manual_seed(seed), tuple(events)
     def ratio(event, steps, is_in):
         x = torch.randn(draws, steps, generator=generator).mul_(event.noise_multiplier)
-        if is_in: x += (torch.rand(draws, steps, images, generator=generator) < event.sample_rate).sum(-1)
-        return log_likelihood_ratio(x, event.noise_multiplier, event.sample_rate if images == 1 else 1 - (1 - event.sample_rate)**images).double()
+        if is_in:
+            x += (torch.rand(draws, steps, images, generator=generator) < event.sample_rate).sum(-1)
+        return log_likelihood_ratio(
+            x, event.noise_multiplier,
+            event.sample_rate if images == 1 else 1 - (1 - event.sample_rate)**images
+        ).double()
     def world(is_in):
         size = max(1, BLOCK//draws)
-        blocks = ((event, min(size, event.steps - done)) for event in events for done in range(0, event.steps, size))
-        return sum((ratio(event, steps, is_in) for event, steps in blocks), torch.zeros(draws, dtype=torch.float64)).numpy()
+        blocks = (
+            (event, min(size, event.steps - done)) for event in events
+            for done in range(0, event.steps, size)
+        )
+        return sum(
+            (ratio(event, steps, is_in) for event, steps in blocks),
+            torch.zeros(draws, dtype=torch.float64)
+        ).numpy()
     return world(False), world(True)
 
 # %% ../../nbs/audits/canaries.ipynb #5259268a
@@ -219,7 +269,12 @@ def audit_schedule(
     images:int=1, # Of the canary: of a lesion, say
 )->Finding:
     "Lower bound on the epsilon of a noise schedule, by drawing its releases (KOV15, NP33)."
-    return finding_from_scores(*schedule_scores(events, draws=_whole("draws", draws, 8), seed=seed, images=_whole("images", images)), delta=delta, confidence=confidence, method=method, seed=seed)
+    return finding_from_scores(
+        *schedule_scores(
+            events, draws=_whole("draws", draws, 8), seed=seed, images=_whole("images", images)
+        ),
+        delta=delta, confidence=confidence, method=method, seed=seed
+    )
 
 # %% ../../nbs/audits/canaries.ipynb #05639dee
 def run_scores(
@@ -228,15 +283,22 @@ def run_scores(
     *,
     draws:int, # Runs per world
     seed:int=0, # Of the batches and the noise
-    **options, # kind, engine, step_class, sizes: as for `CanaryStep`
+    **options, # kind, step_class, sizes: as for `CanaryStep`
 )->tuple[np.ndarray,np.ndarray]: # (draws,) without the canary, (draws,) with it
     "Log-likelihood ratios of whole runs of the real engine; counts that a rule releases are not read."
     canary_step, rng = CanaryStep(rule, seed=seed, **options), np.random.default_rng(seed)
     steps = [event for event in events for _ in range(event.steps)]
     def ratio(event, is_in):
         background = canary_step.background
-        score = canary_step(is_in and rng.random() < event.sample_rate, event.noise_multiplier) - background
-        return float(log_likelihood_ratio(torch.tensor([score], dtype=torch.float64), event.noise_multiplier, event.sample_rate))
+        score = canary_step(
+            is_in and rng.random() < event.sample_rate, event.noise_multiplier
+        ) - background
+        return float(
+            log_likelihood_ratio(
+                torch.tensor([score], dtype=torch.float64), event.noise_multiplier,
+                event.sample_rate
+            )
+        )
     def run(is_in):
         canary_step.step.clip_rule = rule
         return sum(ratio(event, is_in) for event in steps)

@@ -23,5 +23,13 @@ def audit(self:PrivacyEngine,
 )->BudgetReport: # As `budget`, with the empirical epsilon
     "Attack the steps taken so far (KOV15, NP33), and put the bound beside the budget."
     report = self.budget(delta)
-    if not report.events: raise ValueError("the engine must have taken a step before an audit, got none; call it after training")
-    return replace(report, empirical=audit_schedule(report.events, delta=report.delta, draws=draws, confidence=confidence, seed=seed))
+    if not report.events:
+        raise ValueError(
+            "the engine must have taken a step before an audit, got none; call it after training"
+        )
+    return replace(
+        report,
+        empirical=audit_schedule(
+            report.events, delta=report.delta, draws=draws, confidence=confidence, seed=seed
+        )
+    )

@@ -58,16 +58,26 @@ def reach(
     rule:ClipRule, # As it is now
 )->float: # In the unit of the gradient
     "The largest scaled norm, over norms and groups."
-    bounds = [getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm") if hasattr(rule, name)]
-    norms = torch.cat([torch.logspace(-6, 6, 241, dtype=torch.float64)*bounds[0], torch.tensor(bounds, dtype=torch.float64)])
-    groups = [torch.full((len(norms),), k) for k in range(rule.num_groups)] if rule.needs_groups else [None]
+    bounds = [
+        getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm")
+        if hasattr(rule, name)
+    ]
+    norms = torch.cat([
+        torch.logspace(-6, 6, 241, dtype=torch.float64)*bounds[0],
+        torch.tensor(bounds, dtype=torch.float64)
+    ])
+    groups = [
+        torch.full((len(norms),), k) for k in range(rule.num_groups)
+    ] if rule.needs_groups else [None]
     return max(float((rule.scale(norms, g)*norms).max()) for g in groups)
 
 def rule_sensitivity(
     rule:ClipRule, # As it is now
 )->Check: # Of `reach` over the sensitivity
     "The stated sensitivity covers what the rule lets through."
-    return by_size("the rule lets at most its sensitivity through", reach(rule)/rule.sensitivity, EXACT)
+    return by_size(
+        "the rule lets at most its sensitivity through", reach(rule)/rule.sensitivity, EXACT
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #665eeb73
 def count_noise(
@@ -81,12 +91,19 @@ def count_noise(
     def with_noisy_counts(self, noisy_counts, **rest):
         noisy.append(noisy_counts)
         return self
-    watched = type(rule.__class__.__name__, (type(rule),), {"with_noisy_counts": with_noisy_counts})(**rule.__dict__)
-    norms, groups = torch.linspace(0, 3, 30)*rule.max_grad_norm, torch.arange(30) % getattr(rule, "num_groups", 1)
+    watched = type(
+        rule.__class__.__name__, (type(rule),), {"with_noisy_counts": with_noisy_counts}
+    )(**rule.__dict__)
+    norms = torch.linspace(0, 3, 30)*rule.max_grad_norm
+    groups = torch.arange(30) % getattr(rule, "num_groups", 1)
     exact = rule.counts(norms, groups)
-    for _ in range(draws//len(exact)): watched.update(norms, groups, expected_batch_size=30, generator=generator)
+    for _ in range(draws//len(exact)):
+        watched.update(norms, groups, expected_batch_size=30, generator=generator)
     noise = (torch.stack(noisy) - exact).flatten().numpy() if noisy else [0.]
-    return by_chance("counts have the noise that the rule states", stats.kstest(noise, "norm", args=(0, rule.count_noise)).pvalue)
+    return by_chance(
+        "counts have the noise that the rule states",
+        stats.kstest(noise, "norm", args=(0, rule.count_noise)).pvalue
+    )
 
 def check_rule(
     rule:ClipRule, # As it is now
@@ -94,10 +111,14 @@ def check_rule(
     seed:int=0, # Of the noise of its counts
 )->tuple[Check,...]:
     "What can be checked of a rule alone."
-    return (rule_sensitivity(rule), *([count_noise(rule, seed=seed)] if isinstance(rule, CountingRule) else []))
+    return (
+        rule_sensitivity(rule),
+        *([count_noise(rule, seed=seed)] if isinstance(rule, CountingRule) else [])
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #666c1ed4
-SIZES, LOUD, BATCH = (3008, 1008), 8, 5 # Parameters of two layers; coordinates of each that records may use; expected batch size of a probe
+# Parameters of two layers; coordinates of each that records may use; expected batch size of a probe
+SIZES, LOUD, BATCH = (3008, 1008), 8, 5
 
 @contextmanager
 def released(
@@ -106,10 +127,15 @@ def released(
     "Every gradient that the optimizer is given."
     seen = []
     def look(optimizer, args, kwargs):
-        seen.append(torch.cat([p.grad.detach().flatten() for g in optimizer.param_groups for p in g["params"]]).double())
+        seen.append(
+            torch.cat([
+                p.grad.detach().flatten() for g in optimizer.param_groups for p in g["params"]
+            ]).double()
+        )
     handle = optimizer.register_step_pre_hook(look)
     try: yield seen
-    finally: handle.remove()
+    finally:
+        handle.remove()
 
 def records_of(
     norms:list[float], # One per record
@@ -117,8 +143,11 @@ def records_of(
 )->Tensor: # (records, parameters) float64
     "Records of given norms, in the same direction."
     direction = torch.zeros(sum(SIZES), dtype=torch.float64)
-    for layer in layers: direction[layer*SIZES[0]:layer*SIZES[0] + LOUD] = 1
-    return torch.tensor(norms, dtype=torch.float64)[:, None]*nn.functional.normalize(direction, dim=0)
+    for layer in layers:
+        direction[layer*SIZES[0]:layer*SIZES[0] + LOUD] = 1
+    return torch.tensor(
+        norms, dtype=torch.float64
+    )[:, None]*nn.functional.normalize(direction, dim=0)
 
 # %% ../../nbs/audits/invariants.ipynb #75a72f8f
 class Probe:
@@ -127,13 +156,17 @@ class Probe:
         rule:ClipRule, # The rule; put back before every call
         *,
         seed:int=0, # Of the noise
-        engine:str="book", # Of the private step
         step_class=PrivateStep, # The step to check
         expected_batch_size:int=BATCH, # L
     ):
-        self.rule, self.model, self.expected_batch_size = rule, Directions(SIZES).double(), expected_batch_size
+        self.rule = rule
+        self.model = Directions(SIZES).double()
+        self.expected_batch_size = expected_batch_size
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.)
-        self.step = step_class(self.model, self.optimizer, clip_rule=rule, expected_batch_size=expected_batch_size, engine=engine, generator=torch.Generator().manual_seed(seed))
+        self.step = step_class(
+            self.model, self.optimizer, clip_rule=rule, expected_batch_size=expected_batch_size,
+            generator=torch.Generator().manual_seed(seed)
+        )
         self.quiet = records_of([1.])[0] == 0
 
     def __call__(self,
@@ -143,8 +176,13 @@ class Probe:
         "One step from the rule as it was at the start."
         self.step.clip_rule = self.rule
         with released(self.optimizer) as seen:
-            self.report = self.step(output_sum, records, torch.zeros(len(records)), noise_multiplier=noise_multiplier, groups=torch.zeros(len(records), dtype=torch.long))
-        return self.expected_batch_size*seen[-1] if seen else torch.zeros(sum(SIZES), dtype=torch.float64)
+            self.report = self.step(
+                output_sum, records, torch.zeros(len(records)), noise_multiplier=noise_multiplier,
+                groups=torch.zeros(len(records), dtype=torch.long)
+            )
+        return self.expected_batch_size*seen[-1] if seen else torch.zeros(
+            sum(SIZES), dtype=torch.float64
+        )
 
     @property
     def reach(self)->float: # Of the rule that scaled the last call
@@ -153,7 +191,7 @@ class Probe:
 # %% ../../nbs/audits/invariants.ipynb #ac2f028a
 def noise_scale(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # By Kolmogorov and Smirnov
     "Noise has the scale that schedule and rule give."
     probe, p = Probe(rule, **options), []
@@ -165,11 +203,13 @@ def noise_scale(
 # %% ../../nbs/audits/invariants.ipynb #1255eeb5
 def noise_independence(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # By Student's test of all pairs
     "No noise is used twice."
     probe = Probe(rule, **options)
-    pieces = torch.stack([probe(records_of([1.]), 1.)[probe.quiet] for _ in range(4)]).reshape(16, -1)
+    pieces = torch.stack([
+        probe(records_of([1.]), 1.)[probe.quiet] for _ in range(4)
+    ]).reshape(16, -1)
     with np.errstate(divide="ignore", invalid="ignore"):
         r = np.corrcoef(pieces.numpy())[np.triu_indices(16, 1)]
         t = r*np.sqrt((pieces.shape[1] - 2)/np.maximum(1 - r*r, 0))
@@ -178,52 +218,71 @@ def noise_independence(
 # %% ../../nbs/audits/invariants.ipynb #b9badf91
 def empty_batch(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # By Kolmogorov and Smirnov
     "An empty batch is a step with noise."
-    probe, weights = Probe(rule, **options), lambda: torch.cat([p.detach().flatten() for p in probe.model.parameters()])
+    probe, weights = Probe(rule, **options), lambda: torch.cat([
+        p.detach().flatten() for p in probe.model.parameters()
+    ])
     before = weights()
     probe(records_of([]), 1.5)
     moved = (before - weights())*probe.expected_batch_size # the learning rate is 1
-    return by_chance("an empty batch moves by noise", stats.kstest(moved.numpy(), "norm", args=(0, 1.5*probe.reach)).pvalue)
+    return by_chance(
+        "an empty batch moves by noise",
+        stats.kstest(moved.numpy(), "norm", args=(0, 1.5*probe.reach)).pvalue
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #91083788
 def one_record(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of the largest difference over the reach
     "One record moves the sum by at most the sensitivity."
     probe, bystanders = Probe(rule, **options), records_of([.1*rule.max_grad_norm]*3)
     without = probe(bystanders, 0.)
-    records = [records_of([norm*rule.max_grad_norm], layers) for norm in (.5, 10., 1e4) for layers in ((0,), (1,), (0, 1))]
-    moved = max((probe(torch.cat([record, bystanders]), 0.) - without).norm().item() for record in records)
+    records = [
+        records_of([norm*rule.max_grad_norm], layers) for norm in (.5, 10., 1e4)
+        for layers in ((0,), (1,), (0, 1))
+    ]
+    moved = max(
+        (probe(torch.cat([record, bystanders]), 0.) - without).norm().item() for record in records
+    )
     return by_size("one record moves the sum by at most the sensitivity", moved/reach(rule), EXACT)
 
 # %% ../../nbs/audits/invariants.ipynb #ab8d717b
 def public_divisor(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of the largest relative difference
     "The update is linear in the batch and in the public divisor."
-    sums = {(L, copies): Probe(rule, expected_batch_size=L, **options)(records_of([.5*rule.max_grad_norm]*copies), 0.)/copies for L in (BATCH, 2*BATCH) for copies in (1, 2, 7)}
+    sums = {
+        (L, copies): Probe(rule, expected_batch_size=L, **options)(
+            records_of([.5*rule.max_grad_norm]*copies), 0.
+        )/copies
+        for L in (BATCH, 2*BATCH) for copies in (1, 2, 7)
+    }
     one = sums[BATCH, 1]
-    return by_size("the divisor is public", max((x - one).norm()/one.norm() for x in sums.values()), 1e-9)
+    return by_size(
+        "the divisor is public", max((x - one).norm()/one.norm() for x in sums.values()), 1e-9
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #93b21573
 def interrupted_step(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of a record's part in the next sum over the reach
     "A step that was broken off leaves nothing behind."
     probe, record = Probe(rule, **options), records_of([10*rule.max_grad_norm])
     probe.step.begin(0.)
     probe.step.accumulate(output_sum, record, torch.zeros(1))
-    return by_size("an interrupted step leaves nothing", probe(record, 0.).norm()/reach(rule), EXACT)
+    return by_size(
+        "an interrupted step leaves nothing", probe(record, 0.).norm()/reach(rule), EXACT
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #053693df
 def raw_norms(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # 1 where they differ
     "Bounds do not follow raw norms."
     def after(norm):
@@ -238,25 +297,33 @@ def relation_distance(
     *,
     noise_multiplier:float=1., # sigma
     delta:float=1e-5, # In (0, 1)
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of the exact epsilon over the certified one, the larger of two relations
     "What is certified for a relation covers its distance."
     probe, v = Probe(rule, **options), records_of([1e4*rule.max_grad_norm])
-    events, ratios = rule.joint_events((MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=1, steps=1),)), []
+    events = rule.joint_events((
+        MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=1, steps=1),
+    ))
+    ratios = []
     for relation, other in {"add_or_remove_one": v[:0], "replace_one": -v}.items():
         distance = (probe(v, 0.) - probe(other, 0.)).norm().item()/rule.sensitivity
-        certified = certify(events, delta=delta, accountants=("pld",), neighbouring_relation=relation)["pld"].epsilon
+        certified = certify(
+            events, delta=delta, accountants=("pld",), neighbouring_relation=relation
+        )["pld"].epsilon
         ratios.append(mu_to_epsilon(distance/noise_multiplier, delta=delta)/certified)
     return by_size("certificates cover the distance of their relation", max(ratios), EXACT)
 
 # %% ../../nbs/audits/invariants.ipynb #d62a74d9
 def check_step(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->tuple[Check,...]:
     "What can be checked of a private step with a rule; of one that counts first, no sums. `relation_distance` and the attack stand apart."
     sums = () if rule.counts_first else (one_record, public_divisor, interrupted_step)
-    return tuple(check(rule, **options) for check in (noise_scale, noise_independence, empty_batch, *sums, raw_norms))
+    return tuple(
+        check(rule, **options)
+        for check in (noise_scale, noise_independence, empty_batch, *sums, raw_norms)
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #3cc7d941
 def attacked_step(
@@ -266,12 +333,21 @@ def attacked_step(
     events:tuple[MechanismEvent,...]=(), # What was accounted for one full-batch step; what the rule says where empty
     delta:float=1e-5, # In (0, 1)
     draws:int=400, # Steps per world
-    **options, # seed, engine, step_class: as for `audit_step`
+    **options, # seed, step_class: as for `audit_step`
 )->Check: # Of the epsilon that was found; bound: the certified one
     "No attack beats what is certified."
-    events = events or rule.joint_events((MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=1, steps=1),))
-    found = audit_step(rule, noise_multiplier=noise_multiplier, delta=delta, draws=draws, confidence=1 - ALARM, method="gaussian_errors", **options) # exact so far out
-    return by_size("no attack beats the certificate", found.epsilon, certify(events, delta=delta, accountants=("pld",))["pld"].epsilon)
+    events = events or rule.joint_events((
+        MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=1, steps=1),
+    ))
+    # exact so far out
+    found = audit_step(
+        rule, noise_multiplier=noise_multiplier, delta=delta, draws=draws, confidence=1 - ALARM,
+        method="gaussian_errors", **options
+    )
+    return by_size(
+        "no attack beats the certificate", found.epsilon,
+        certify(events, delta=delta, accountants=("pld",))["pld"].epsilon
+    )
 
 # %% ../../nbs/audits/invariants.ipynb #0296d178
 def unmixed_records(
@@ -294,6 +370,13 @@ def still_buffers(
 )->Check: # Of how many changed
     "No buffer changes in a private step."
     before = {name: x.clone() for name, x in model.named_buffers()}
-    try: PrivateStep(model, torch.optim.SGD(model.parameters(), lr=1.), clip_rule=Flat(), expected_batch_size=len(targets))(loss_fn, inputs, targets, noise_multiplier=1.)
+    try:
+        PrivateStep(
+            model, torch.optim.SGD(model.parameters(), lr=1.), clip_rule=Flat(),
+            expected_batch_size=len(targets)
+        )(loss_fn, inputs, targets, noise_multiplier=1.)
     except Exception: pass # refused, or failed: then too the buffers must be as before
-    return by_size("no buffer changes", sum(not torch.equal(x, before[name]) for name, x in model.named_buffers()), 0)
+    return by_size(
+        "no buffer changes",
+        sum(not torch.equal(x, before[name]) for name, x in model.named_buffers()), 0
+    )

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ..algorithms.clipping import ClipRule, CountingRule
 from ..algorithms.privacy_engine import PrivacyEngine
 from ..algorithms.private_step import PrivateStep
-from .canaries import Directions, output_sum
+from .canaries import Directions
 from .invariants import EXACT, Check, by_chance, by_size, reach, released
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
@@ -35,16 +35,29 @@ def poisson_batches(
 )->Check: # By exact binomial tests
     "Batches are Poisson samples."
     n, q, T = plan.dataset_size, plan.sample_rate, len(batches)
-    member = np.stack([np.bincount(batch, minlength=n) for batch in map(lambda b: np.array(b, dtype=int), batches)])
+    member = np.stack([
+        np.bincount(batch, minlength=n) for batch in map(lambda b: np.array(b, dtype=int), batches)
+    ])
     size, even = member.sum(1), 2*(T//2)
     def p(count, trials, rate): return stats.binomtest(int(count), int(trials), rate).pvalue
-    tests = [p(size.sum(), n*T, q), p((member[:even:2]*member[1:even:2]).sum(), n*even//2, q*q),
-             p((member[:, :n - 1:2]*member[:, 1::2]).sum(), T*(n//2), q*q), p((size == plan.expected_batch_size).sum(), T, stats.binom.pmf(plan.expected_batch_size, n, q)),
-             p((size == 0).sum(), T, (1 - q)**n), min(1., n*min(p(count, T, q) for count in member.sum(0)))]
-    return by_chance("batches are Poisson samples", *tests) if member.max() <= 1 else by_chance("batches are Poisson samples", 0.)
+    tests = [
+        p(size.sum(), n*T, q), p((member[:even:2]*member[1:even:2]).sum(), n*even//2, q*q),
+        p((member[:, :n - 1:2]*member[:, 1::2]).sum(), T*(n//2), q*q),
+        p(
+            (size == plan.expected_batch_size).sum(), T,
+            stats.binom.pmf(plan.expected_batch_size, n, q)
+        ),
+        p((size == 0).sum(), T, (1 - q)**n),
+        min(1., n*min(p(count, T, q) for count in member.sum(0)))
+    ]
+    return by_chance("batches are Poisson samples", *tests) if member.max() <= 1 else by_chance(
+        "batches are Poisson samples", 0.
+    )
 
 # %% ../../nbs/audits/loop_invariants.ipynb #fe797bf0
-def count_rate(rule:ClipRule)->float: return rule.count_noise**-2 if isinstance(rule, CountingRule) else 0. # 1/sigma_c^2 of a step's counts
+# 1/sigma_c^2 of a step's counts
+def count_rate(rule:ClipRule)->float:
+    return rule.count_noise**-2 if isinstance(rule, CountingRule) else 0.
 
 @contextmanager
 def reaches(
@@ -55,7 +68,8 @@ def reaches(
     found = []
     handle = optimizer.register_step_pre_hook(lambda *_: found.append(reach(step.clip_rule)))
     try: yield found
-    finally: handle.remove()
+    finally:
+        handle.remove()
 
 # %% ../../nbs/audits/loop_invariants.ipynb #d9f42852
 def applied_noise(
@@ -65,10 +79,17 @@ def applied_noise(
     events:tuple[MechanismEvent,...], # What was accounted
 )->Check: # By chi-squared tests
     "Every step has the noise that was accounted for it."
-    name, multipliers = "the applied noise is the accounted one", (per_step_multipliers(events)**-2. - count_rate(rule))**-.5
+    name = "the applied noise is the accounted one"
+    multipliers = (per_step_multipliers(events)**-2. - count_rate(rule))**-.5
     if len(sums) != len(multipliers): return by_chance(name, 0.)
-    chi2 = [float(x.square().sum())/(sigma*S)**2 for x, sigma, S in zip(sums, multipliers, sensitivities)]
-    return by_chance(name, *(2*min(stats.chi2.cdf(v, len(x)), stats.chi2.sf(v, len(x))) for v, x in zip(chi2, sums)))
+    chi2 = [
+        float(x.square().sum())/(sigma*S)**2
+        for x, sigma, S in zip(sums, multipliers, sensitivities)
+    ]
+    return by_chance(
+        name,
+        *(2*min(stats.chi2.cdf(v, len(x)), stats.chi2.sf(v, len(x))) for v, x in zip(chi2, sums))
+    )
 
 def all_queries(
     rule:ClipRule, # Whose queries
@@ -76,10 +97,17 @@ def all_queries(
     noise_multipliers:list[float], # sigma of each step's gradient
 )->Check: # Of what was asked over what was accounted, as sums of 1/sigma^2
     "Every query is in the events."
-    return by_size("every query is in the events", sum(sigma**-2 + count_rate(rule) for sigma in noise_multipliers)/sum(e.steps*e.noise_multiplier**-2 for e in events), EXACT)
+    return by_size(
+        "every query is in the events",
+        sum(sigma**-2 + count_rate(rule) for sigma in noise_multipliers)/sum(
+            e.steps*e.noise_multiplier**-2 for e in events
+        ),
+        EXACT
+    )
 
 # %% ../../nbs/audits/loop_invariants.ipynb #b59add9f
-PLAN, NOISE = PoissonPlan(dataset_size=20, expected_batch_size=2, epochs=4), StepDecay(initial=4., decay_rate=.25, drop_every=1)
+PLAN = PoissonPlan(dataset_size=20, expected_batch_size=2, epochs=4)
+NOISE = StepDecay(initial=4., decay_rate=.25, drop_every=1)
 
 # %% ../../nbs/audits/loop_invariants.ipynb #59dc1fc9
 class Loop:
@@ -91,24 +119,32 @@ class Loop:
         plan:PoissonPlan=PLAN, # n, b and epochs
         noise_schedule:Schedule=NOISE, # sigma by epoch
         seed:int=0, # Of the batches and the noise
-        engine:str="book", # Of the private step
     ):
         generator = lambda k: torch.Generator().manual_seed(2*seed + k)
         self.plan, model = plan, Directions((300, 100)).double()
-        records = torch.zeros(plan.dataset_size, 400, dtype=torch.float64) if records is None else records
-        data = DataLoader(TensorDataset(records, torch.zeros(len(records))), batch_size=plan.expected_batch_size, generator=generator(0))
+        records = torch.zeros(
+            plan.dataset_size, 400, dtype=torch.float64
+        ) if records is None else records
+        data = DataLoader(
+            TensorDataset(records, torch.zeros(len(records))), batch_size=plan.expected_batch_size,
+            generator=generator(0)
+        )
         self.privacy, self.sgd = PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=1e-3)
-        self.model, self.optimizer, *self.criterion, self.loader = self.privacy.make_private(module=model, optimizer=self.sgd, data_loader=data, clip_rule=rule,
-            noise_schedule=noise_schedule, noise_generator=generator(1), engine=engine, criterion=output_sum, loss_reduction="sum")
+        self.model, self.optimizer, self.loader = self.privacy.make_private(
+            module=model, optimizer=self.sgd, data_loader=data, clip_rule=rule,
+            noise_schedule=noise_schedule, noise_generator=generator(1), loss_reduction="sum"
+        )
 
     def backward(self, x, y):
         "The caller's forward and backward pass."
         self.optimizer.zero_grad()
-        (self.criterion[0](self.model(x), y) if self.criterion else self.model(x).sum()).backward()
+        self.model(x).sum().backward()
 
     def run(self, epochs:int=1)->list[Tensor]: # L times the released gradient of each step
         "Train, with every record in group 0."
-        with released(self.sgd) as seen, reaches(self.sgd, self.optimizer.private_step) as self.reaches:
+        with released(self.sgd) as seen, reaches(
+            self.sgd, self.optimizer.private_step
+        ) as self.reaches:
             for x, y in (batch for _ in range(epochs) for batch in self.loader):
                 self.backward(x, y)
                 self.optimizer.step(groups=torch.zeros(len(x), dtype=torch.long))
@@ -117,21 +153,30 @@ class Loop:
 # %% ../../nbs/audits/loop_invariants.ipynb #53e4fbd6
 def interrupted_pass(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine: as for `Loop`
+    **options, # seed: as for `Loop`
 )->Check: # Of a record's largest part in the sum over the reach
     "A pass that was broken off leaves nothing behind."
     records = 10*rule.max_grad_norm*torch.eye(3, 400, dtype=torch.float64)
-    loop = Loop(rule, records=records, plan=PoissonPlan(dataset_size=3, expected_batch_size=3, epochs=1), noise_schedule=StepDecay(initial=1e-9, decay_rate=.5, drop_every=1), **options)
+    loop = Loop(
+        rule, records=records, plan=PoissonPlan(dataset_size=3, expected_batch_size=3, epochs=1),
+        noise_schedule=StepDecay(initial=1e-9, decay_rate=.5, drop_every=1), **options
+    )
     for is_piece in (False, True):
         for x, y in loop.loader:
             loop.backward(x, y)
-            if is_piece: loop.optimizer.signal_skip_step(); loop.optimizer.step() # as Opacus's BatchMemoryManager does
+            # as Opacus's BatchMemoryManager does
+            if is_piece:
+                loop.optimizer.signal_skip_step()
+                loop.optimizer.step()
             break
-    return by_size("an interrupted pass leaves nothing", max(x[:3].abs().max() for x in loop.run())/reach(rule), 1 + 1e-6)
+    return by_size(
+        "an interrupted pass leaves nothing",
+        max(x[:3].abs().max() for x in loop.run())/reach(rule), 1 + 1e-6
+    )
 
 def check_loop(
     rule:ClipRule, # The rule
-    **options, # seed, engine: as for `Loop`
+    **options, # seed: as for `Loop`
 )->tuple[Check,...]:
     "All that can be checked of the training loop with a rule."
     loop = Loop(rule, **options)
@@ -139,8 +184,11 @@ def check_loop(
     passes = Loop(rule, **options).loader.batch_sampler
     passes.optimizer.place = None # Without steps a seeded pass would be drawn again
     batches = [batch for _ in range(30) for batch in passes]
-    return (all_queries(rule, events, PLAN.per_step(NOISE)[:len(sums)]), applied_noise(rule, sums, loop.reaches, events),
-            poisson_batches(batches, PLAN), *(() if rule.counts_first else (interrupted_pass(rule, **options),)))
+    return (
+        all_queries(rule, events, PLAN.per_step(NOISE)[:len(sums)]),
+        applied_noise(rule, sums, loop.reaches, events), poisson_batches(batches, PLAN),
+        *(() if rule.counts_first else (interrupted_pass(rule, **options),))
+    )
 
 # %% ../../nbs/audits/loop_invariants.ipynb #b96b0f8c
 class SeenLabels:
@@ -159,7 +207,11 @@ def check_run(
     labels = SeenLabels(data.train_labels)
     run = Run(spec, replace(data, train_labels=labels))
     with released(run.optimizer) as seen, reaches(run.optimizer, run.step) as found:
-        for _ in range(spec.epochs): epoch(run)
+        for _ in range(spec.epochs):
+            epoch(run)
     events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
     rule, sums = run.step.clip_rule, [spec.expected_batch_size*x for x in seen]
-    return all_queries(rule, events, run.ledger), poisson_batches(labels.batches, run.plan), applied_noise(rule, sums, found, events)
+    return (
+        all_queries(rule, events, run.ledger), poisson_batches(labels.batches, run.plan),
+        applied_noise(rule, sums, found, events)
+    )

@@ -24,7 +24,11 @@ def released_events(
 )->tuple: # MechanismEvents, in order
     "The noisy queries of a run, as its budget saw them."
     events = tuple(MechanismEvent(**event) for event in record.budget["events"])
-    if not events: raise ValueError(f"record must be of a run with noisy queries, got {record.spec.method} without any; nothing protects it, so there is nothing to test")
+    if not events:
+        raise ValueError(
+            f"record must be of a run with noisy queries, got {record.spec.method} without any; "
+            "nothing protects it, so there is nothing to test"
+        )
     return events
 
 # %% ../../nbs/audits/runs.ipynb #b3fa62f5
@@ -38,7 +42,10 @@ def audit_record(
     seed:int=0, # Of the attack's own draws
 )->Finding: # Lower bound on epsilon
     "Attack the steps that a run released (KOV15, NP33)."
-    return audit_schedule(released_events(record), delta=record.spec.delta, draws=draws, confidence=confidence, seed=seed)
+    return audit_schedule(
+        released_events(record), delta=record.spec.delta, draws=draws, confidence=confidence,
+        seed=seed
+    )
 
 # %% ../../nbs/audits/runs.ipynb #b4be5c63
 def attack_limit(
@@ -56,8 +63,14 @@ def attack_reads(
     delta:float, # In [0, 1)
 )->str: # Sentences
     "What a table's empirical epsilon is, for its page."
-    return ("The empirical ε is a lower bound, at 95 % confidence: what an attack on the released noise achieves for a record of the largest norm, whatever the network learns. Runs whose noise is alike share it. "
-            f"With {draws:,} draws it cannot show more than {attack_limit(draws=draws, delta=delta):.1f}: where a table has that, the true one may be far larger.")
+    return (
+        "The empirical ε is a lower bound, at 95 % confidence: what an attack on the released "
+        "noise achieves for a record of the largest norm, whatever the network learns. Runs whose "
+        "noise is alike share it. "
+        f"With {draws:,} draws it cannot show more than "
+        f"{attack_limit(draws=draws, delta=delta):.1f}: where a table has that, the true one may "
+        "be far larger."
+    )
 
 # %% ../../nbs/audits/runs.ipynb #8dd31027
 def with_finding(
@@ -66,8 +79,15 @@ def with_finding(
 )->RunRecord: # The same with three epsilons
     "The record with its empirical epsilon."
     budget = record.budget
-    claimed, certified = budget["claimed"]["epsilon"] if budget["claimed"] else math.nan, min(float(c["epsilon"]) for c in budget["certified"].values())
-    return replace(record, budget={**budget, "empirical": asdict(found), "verdict": verdict_of(float(claimed), certified, found.epsilon)})
+    claimed = budget["claimed"]["epsilon"] if budget["claimed"] else math.nan
+    certified = min(float(c["epsilon"]) for c in budget["certified"].values())
+    return replace(
+        record,
+        budget={
+            **budget, "empirical": asdict(found),
+            "verdict": verdict_of(float(claimed), certified, found.epsilon)
+        }
+    )
 
 # %% ../../nbs/audits/runs.ipynb #84c60eda
 def audit_runs(
@@ -80,11 +100,17 @@ def audit_runs(
     "Attack every run that was not attacked yet; runs that released alike are attacked once."
     records = list(records)
     alike = {_asked(r): r for r in records if r.budget["events"] and not r.budget["empirical"]}
-    jobs = Parallel(n_jobs=workers, return_as="generator")(delayed(audit_record)(r, draws=draws) for r in alike.values())
+    jobs = Parallel(n_jobs=workers, return_as="generator")(
+        delayed(audit_record)(r, draws=draws) for r in alike.values()
+    )
     found = dict(zip(alike, tqdm(jobs, total=len(alike), desc="attacks", disable=not alike)))
-    made = [with_finding(r, found[_asked(r)]) if _asked(r) in found and not r.budget["empirical"] else r for r in records]
+    made = [
+        with_finding(r, found[_asked(r)]) if _asked(r) in found and not r.budget["empirical"] else r
+        for r in records
+    ]
     for old, new in zip(records, made):
-        if new is not old: write_json(record_path(new.spec, runs), new.to_dict())
+        if new is not old:
+            write_json(record_path(new.spec, runs), new.to_dict())
     return made
 
 # %% ../../nbs/audits/runs.ipynb #fef38cb7

@@ -37,16 +37,21 @@ class Dataset:
     classes:int # Number of classes
     source:str # Where the data come from, in one sentence for the page
     class_names:tuple=() # Names of the classes, for tables by group; their numbers where empty
-    train_units:torch.Tensor|None=None # (n_train,) int64, whose each training image is, for a guarantee per lesion; None where each is its own
+    # (n_train,) int64, whose each training image is, for a guarantee per lesion; None where each is its own
+    train_units:torch.Tensor|None=None
 
     def __post_init__(self):
         if self.train_units is not None and len(self.train_units) != len(self.train_labels):
-            raise ValueError(f"train_units must be one per training image, got {len(self.train_units)} for {len(self.train_labels)}; change both together")
+            raise ValueError(
+                f"train_units must be one per training image, got {len(self.train_units)} for "
+                f"{len(self.train_labels)}; change both together"
+            )
 
 # %% ../../nbs/training/datasets.ipynb #fe32dc11
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081 # the pair that every MNIST example uses
 DIGITS_MEAN, DIGITS_STD = 8., 8. # half of the published range 0..16: no statistic of the data
-RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225) # of ImageNet, as every pre-trained network uses them
+# of ImageNet, as every pre-trained network uses them
+RGB_MEAN, RGB_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 KELVINS = 500. # scale of temperatures around the melting point
 
 # %% ../../nbs/training/datasets.ipynb #2a1c7231
@@ -58,10 +63,16 @@ def load_digits(
     from sklearn.model_selection import train_test_split
     images, labels = bundled(return_X_y=True)
     images = ((images - DIGITS_MEAN)/DIGITS_STD).astype(np.float32).reshape(-1, 1, 8, 8)
-    parts = train_test_split(images, labels.astype(np.int64), test_size=360, random_state=0, stratify=labels)
+    parts = train_test_split(
+        images, labels.astype(np.int64), test_size=360, random_state=0, stratify=labels
+    )
     train_images, test_images, train_labels, test_labels = map(torch.from_numpy, parts)
-    return Dataset(name="digits", train_images=train_images, train_labels=train_labels, test_images=test_images, test_labels=test_labels,
-                   classes=10, source="scikit-learn's bundled digits: 1,797 handwritten digits of 8×8 pixels (UCI, optical recognition)")
+    return Dataset(
+        name="digits", train_images=train_images, train_labels=train_labels,
+        test_images=test_images, test_labels=test_labels, classes=10,
+        source="scikit-learn's bundled digits: 1,797 handwritten digits of 8×8 pixels (UCI, "
+               "optical recognition)"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #a2a0f6e8
 def data_root()->Path: # The folder; it may not exist yet
@@ -77,7 +88,11 @@ def _mnist_files(root): return [root/"MNIST"/"raw"/name for name in MNIST_SHA256
 def check_mnist(root:Path):
     "Refuse unpacked files that are not the published ones: torchvision reads any."
     for file in _mnist_files(root):
-        if hashlib.sha256(file.read_bytes()).hexdigest() != MNIST_SHA256[file.name]: raise ValueError(f"MNIST must have the published SHA-256, got another file at {file}; delete that folder, and it is downloaded again")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != MNIST_SHA256[file.name]:
+            raise ValueError(
+                f"MNIST must have the published SHA-256, got another file at {file}; delete that "
+                "folder, and it is downloaded again"
+            )
 
 def load_mnist(
     root:Path|None=None, # Folder that holds `MNIST/raw`; `data_root()` where None
@@ -85,20 +100,29 @@ def load_mnist(
     "MNIST through torchvision, from disk, else by torchvision's own verified download."
     from torchvision.datasets import MNIST
     root = Path(root or data_root())
-    if all(file.exists() for file in _mnist_files(root)): check_mnist(root)
+    if all(file.exists() for file in _mnist_files(root)):
+        check_mnist(root)
     try: train, test = (MNIST(root, train=t, download=False) for t in (True, False))
     except RuntimeError: train, test = _download(MNIST, root)
     scale = lambda images: (images[:, None].float()/255 - MNIST_MEAN)/MNIST_STD
-    return Dataset(name="mnist", train_images=scale(train.data), train_labels=train.targets, test_images=scale(test.data), test_labels=test.targets,
-                   classes=10, source="MNIST: 70,000 handwritten digits of 28×28 pixels (LeCun, Bottou, Bengio, Haffner 1998)")
+    return Dataset(
+        name="mnist", train_images=scale(train.data), train_labels=train.targets,
+        test_images=scale(test.data), test_labels=test.targets, classes=10,
+        source="MNIST: 70,000 handwritten digits of 28×28 pixels (LeCun, Bottou, Bengio, Haffner "
+               "1998)"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #958fe38a
 def _download(kind, root):
     "Both halves of a torchvision data set, or one sentence that says what to put where."
     try: return [kind(root, train=t, download=True) for t in (True, False)]
     except Exception as error:
-        raise FileNotFoundError(f"{kind.__name__} must be at {root/kind.__name__/'raw'} or downloadable, got neither ({type(error).__name__}); "
-                                "put its four -ubyte files there, or set DP_COMPANION_DATA to a folder that holds MNIST/raw") from None
+        raise FileNotFoundError(
+            f"{kind.__name__} must be at {root/kind.__name__/'raw'} or downloadable, got neither "
+            f"({type(error).__name__}); "
+            "put its four -ubyte files there, or set DP_COMPANION_DATA to a folder that holds "
+            "MNIST/raw"
+        ) from None
 
 # %% ../../nbs/training/datasets.ipynb #bad9ae0a
 def thinned(
@@ -112,28 +136,42 @@ def thinned(
     "Keep each training image of one class with the probability that leaves its share at `share` on average (Esipova et al. 2022)."
     if not 0 < share < 1: raise ValueError(f"share must be in (0, 1), got share={share}")
     of_group = data.train_labels == group
-    if not of_group.any(): raise ValueError(f"group must be a class of the training images, got group={group}")
+    if not of_group.any():
+        raise ValueError(f"group must be a class of the training images, got group={group}")
     keep_share = share/(1 - share)*(~of_group).sum().item()/of_group.sum().item()
-    if not keep_share <= 1: raise ValueError(f"share must be at most the class's own, got share={share}")
+    if not keep_share <= 1:
+        raise ValueError(f"share must be at most the class's own, got share={share}")
     draws = torch.from_numpy(np.random.default_rng(seed).random(len(of_group)))
     keep = ~of_group | (draws < keep_share)
-    return replace(data, name=name, train_images=data.train_images[keep], train_labels=data.train_labels[keep],
-                   source=f"{data.source}; training images of class {group} thinned from {of_group.sum():,} to {(keep & of_group).sum():,} (about {share:.0%} on average, seed {seed})")
+    return replace(
+        data, name=name, train_images=data.train_images[keep], train_labels=data.train_labels[keep],
+        source=f"{data.source}; training images of class {group} thinned from {of_group.sum():,} "
+               f"to {(keep & of_group).sum():,} (about {share:.0%} on average, seed {seed})"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #1e514c8a
-def load_unbalanced_mnist(root:Path|None=None)->Dataset: # As `load_mnist`, with about 547 images of class 8
+# As `load_mnist`, with about 547 images of class 8
+def load_unbalanced_mnist(root:Path|None=None)->Dataset:
     "MNIST with class 8 thinned to about 1 % (paper `global_adapt_v2`, Section 5)."
     return thinned(load_mnist(root), name="unbalanced_mnist")
 
-def load_unbalanced_digits(root:Path|None=None)->Dataset: # As `load_digits`, with about 13 images of class 8
+# As `load_digits`, with about 13 images of class 8
+def load_unbalanced_digits(root:Path|None=None)->Dataset:
     "The digits with class 8 thinned to about 1 %, for the digits profile."
     return thinned(load_digits(root), name="unbalanced_digits")
 
-def load_minority_digits(root:Path|None=None)->Dataset: # As `load_digits`, with about 37 images of each of the classes 5 to 9
+# As `load_digits`, with about 37 images of each of the classes 5 to 9
+def load_minority_digits(root:Path|None=None)->Dataset:
     "The digits with half of their classes thinned to about 4 % each: a majority group and a minority group, for paper `sad`'s digits profile."
     whole = made = load_digits(root)
-    for group in range(5, 10): made = thinned(made, name="minority_digits", group=group, share=.04, seed=group)
-    return replace(made, source=f"{whole.source}; training images of classes 5 to 9 thinned to about 4 % each on average (seeds 5 to 9), {(made.train_labels >= 5).sum()} of {len(made.train_labels):,} images together")
+    for group in range(5, 10):
+        made = thinned(made, name="minority_digits", group=group, share=.04, seed=group)
+    return replace(
+        made,
+        source=f"{whole.source}; training images of classes 5 to 9 thinned to about 4 % each on "
+               f"average (seeds 5 to 9), {(made.train_labels >= 5).sum()} of "
+               f"{len(made.train_labels):,} images together"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #7d1e0b32
 def _numbers(images, labels, uses=8):
@@ -148,9 +186,14 @@ def load_two_digits(
 )->Dataset: # 5,744 training and 1,440 test images of 2×8×8
     "Numbers from 0 to 99 of two bundled digits each, of the same split: a hundred classes for the digits profile."
     digits = load_digits(root)
-    (train_images, train_labels), (test_images, test_labels) = _numbers(digits.train_images, digits.train_labels), _numbers(digits.test_images, digits.test_labels)
-    return Dataset(name="two_digits", train_images=train_images, train_labels=train_labels, test_images=test_images, test_labels=test_labels,
-                   classes=100, source=f"{digits.source}, two to a number, each in eight numbers of its half")
+    (train_images, train_labels), (test_images, test_labels) = _numbers(
+        digits.train_images, digits.train_labels
+    ), _numbers(digits.test_images, digits.test_labels)
+    return Dataset(
+        name="two_digits", train_images=train_images, train_labels=train_labels,
+        test_images=test_images, test_labels=test_labels, classes=100,
+        source=f"{digits.source}, two to a number, each in eight numbers of its half"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #e57a13fb
 def _colour(images): # bytes (n, height, width, 3)
@@ -167,13 +210,22 @@ def load_image_folder(
 )->Dataset: # Colour images of one size
     "Any image folder as a data set."
     content = decoded(Path(folder), read_image_folder)
-    return Dataset(name=name, train_images=_colour(content["train_images"]), train_labels=content["train_labels"], test_images=_colour(content["test_images"]),
-                   test_labels=content["test_labels"], classes=len(content["class_names"]), source=f"{source}; read from {' and '.join(content['suffixes'])} files", class_names=tuple(content["class_names"]))
+    return Dataset(
+        name=name, train_images=_colour(content["train_images"]),
+        train_labels=content["train_labels"], test_images=_colour(content["test_images"]),
+        test_labels=content["test_labels"], classes=len(content["class_names"]),
+        source=f"{source}; read from {' and '.join(content['suffixes'])} files",
+        class_names=tuple(content["class_names"])
+    )
 
 # %% ../../nbs/training/datasets.ipynb #fd1f931a
 ARCHIVE_SHA256 = {"cifar-10-python.tar.gz": "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
                   "cifar-100-python.tar.gz": "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"} # as Keras and TensorFlow Datasets pin them
-PICKLED_NAMES = {"numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct", "_codecs encode"} # what a pickled array needs
+# what a pickled array needs
+PICKLED_NAMES = {
+    "numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct",
+    "numpy._core.multiarray _reconstruct", "_codecs encode"
+}
 
 # %% ../../nbs/training/datasets.ipynb #0488398c
 def check_pickle(
@@ -181,11 +233,20 @@ def check_pickle(
 ):
     "Refuse a pickle that names anything but numpy arrays; nothing in it is run."
     try: operations = [(op.name, arg) for op, arg, _ in pickletools.genops(path.read_bytes())]
-    except ValueError: raise ValueError(f"{path.name} must be a whole pickle, got {path} that ends early; delete it and put the original there") from None
+    except ValueError:
+        raise ValueError(
+            f"{path.name} must be a whole pickle, got {path} that ends early; delete it and put "
+            "the original there"
+        ) from None
     for operation, argument in operations:
         if operation in ("GLOBAL", "INST") and argument in PICKLED_NAMES: continue
-        if operation in ("GLOBAL", "INST", "STACK_GLOBAL", "PERSID", "BINPERSID") or operation.startswith("EXT"):
-            raise ValueError(f"{path.name} must hold numpy arrays only, got {argument or operation!r} in {path}; it was not opened, delete it")
+        if operation in (
+            "GLOBAL", "INST", "STACK_GLOBAL", "PERSID", "BINPERSID"
+        ) or operation.startswith("EXT"):
+            raise ValueError(
+                f"{path.name} must hold numpy arrays only, got {argument or operation!r} in "
+                f"{path}; it was not opened, delete it"
+            )
 
 # %% ../../nbs/training/datasets.ipynb #0b276f78
 def _unpack(kind, root):
@@ -194,10 +255,20 @@ def _unpack(kind, root):
     archive = root/kind.filename
     if not archive.exists():
         try: download_url(kind.url, root, kind.filename, kind.tgz_md5)
-        except Exception as error: raise FileNotFoundError(f"{kind.__name__} must be in {root} or downloadable, got neither ({type(error).__name__}); "
-            f"put {kind.filename}, {kind.base_folder}/ or an image folder {kind.__name__.lower()}/{{train,test}}/<class> there, or set DP_COMPANION_DATA") from None
+        except Exception as error:
+            raise FileNotFoundError(
+                f"{kind.__name__} must be in {root} or downloadable, got neither "
+                f"({type(error).__name__}); "
+                f"put {kind.filename}, {kind.base_folder}/ or an image folder "
+                f"{kind.__name__.lower()}/{{train,test}}/<class> there, or set DP_COMPANION_DATA"
+            ) from None
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != ARCHIVE_SHA256[kind.filename]: raise ValueError(f"{kind.filename} must have the published SHA-256 {ARCHIVE_SHA256[kind.filename][:8]}…, got {found[:8]}…; it was not opened, delete {archive}")
+    if found != ARCHIVE_SHA256[kind.filename]:
+        raise ValueError(
+            f"{kind.filename} must have the published SHA-256 "
+            f"{ARCHIVE_SHA256[kind.filename][:8]}…, got {found[:8]}…; it was not opened, delete "
+            f"{archive}"
+        )
     with tempfile.TemporaryDirectory(dir=root) as folder:
         extract_archive(archive, folder)
         os.replace(Path(folder)/kind.base_folder, root/kind.base_folder)
@@ -205,12 +276,20 @@ def _unpack(kind, root):
 # %% ../../nbs/training/datasets.ipynb #af5c488b
 def _batches(kind, root):
     "Both halves of CIFAR from the original batches, verified before they are unpickled."
-    if not (root/kind.base_folder).exists(): _unpack(kind, root)
+    if not (root/kind.base_folder).exists():
+        _unpack(kind, root)
     for name in [name for name, _ in kind.train_list + kind.test_list] + [kind.meta["filename"]]:
-        if not (root/kind.base_folder/name).exists(): raise FileNotFoundError(f"{kind.base_folder} must hold {name}, got {root/kind.base_folder} without it")
+        if not (root/kind.base_folder/name).exists():
+            raise FileNotFoundError(
+                f"{kind.base_folder} must hold {name}, got {root/kind.base_folder} without it"
+            )
         check_pickle(root/kind.base_folder/name)
     try: return [kind(root, train=t, download=False) for t in (True, False)]
-    except RuntimeError: raise ValueError(f"{root/kind.base_folder} must hold the published files, got one with another MD5; delete the folder and put {kind.filename} in {root}") from None
+    except RuntimeError:
+        raise ValueError(
+            f"{root/kind.base_folder} must hold the published files, got one with another MD5; "
+            f"delete the folder and put {kind.filename} in {root}"
+        ) from None
 
 # %% ../../nbs/training/datasets.ipynb #07d086b4
 def load_cifar(
@@ -220,15 +299,29 @@ def load_cifar(
 )->Dataset: # 50,000 training and 10,000 test images of 3×32×32
     "CIFAR from the original batches through torchvision, else from an image folder, else downloaded and verified."
     import torchvision.datasets
-    if classes not in (10, 100): raise ValueError(f"classes must be 10 or 100, got classes={classes}")
-    kind, root, name = getattr(torchvision.datasets, f"CIFAR{classes}"), Path(root or data_root()), f"cifar{classes}"
-    title, batches = f"CIFAR-{classes}: colour images of 32×32 pixels (Krizhevsky 2009)", [root/kind.base_folder, root/kind.filename]
+    if classes not in (10, 100):
+        raise ValueError(f"classes must be 10 or 100, got classes={classes}")
+    kind = getattr(torchvision.datasets, f"CIFAR{classes}")
+    root = Path(root or data_root())
+    name = f"cifar{classes}"
+    title = f"CIFAR-{classes}: colour images of 32×32 pixels (Krizhevsky 2009)"
+    batches = [root/kind.base_folder, root/kind.filename]
     if (root/name).exists() and not any(path.exists() for path in batches):
-        jpeg = ", every one re-encoded as JPEG, so that pixels differ slightly from the original batches" if any((root/name).rglob("*.jp*g")) else ""
-        return load_image_folder(root/name, name=name, source=f"{title}, from an image folder{jpeg}")
+        jpeg = (
+            ", every one re-encoded as JPEG, so that pixels differ slightly from the original "
+            "batches"
+            if any((root/name).rglob("*.jp*g")) else ""
+        )
+        return load_image_folder(
+            root/name, name=name, source=f"{title}, from an image folder{jpeg}"
+        )
     train, test = _batches(kind, root)
-    return Dataset(name=name, train_images=_colour(torch.from_numpy(train.data)), train_labels=torch.tensor(train.targets), test_images=_colour(torch.from_numpy(test.data)),
-                   test_labels=torch.tensor(test.targets), classes=classes, source=f"{title}, the original batches", class_names=tuple(train.classes))
+    return Dataset(
+        name=name, train_images=_colour(torch.from_numpy(train.data)),
+        train_labels=torch.tensor(train.targets), test_images=_colour(torch.from_numpy(test.data)),
+        test_labels=torch.tensor(test.targets), classes=classes,
+        source=f"{title}, the original batches", class_names=tuple(train.classes)
+    )
 
 # %% ../../nbs/training/datasets.ipynb #e8b8bd60
 def load_ham10000(
@@ -241,9 +334,21 @@ def load_ham10000(
 )->Dataset: # 8,008 training and 2,007 test images of 3×side×side where all 10,015 are there; 8,012 and 2,003 by image; 5,976 training images where most = 1
     "The dermatoscopic images of HAM10000, the middle square of each, a fifth held out."
     folder = Path(root or data_root())/"HAM10000"
-    if not folder.is_dir(): raise FileNotFoundError(f"HAM10000 must be at {folder}, got no such folder; it cannot be downloaded here: put its images and HAM10000_metadata.csv there (Harvard Dataverse, doi 10.7910/DVN/DBW86T)")
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"HAM10000 must be at {folder}, got no such folder; it cannot be downloaded here: put "
+            "its images and HAM10000_metadata.csv there (Harvard Dataverse, doi "
+            "10.7910/DVN/DBW86T)"
+        )
     parts = split_ham10000(decoded(folder, ham10000_reader(side)), by=by, most=most)
-    return Dataset(**parts | {f"{part}_images": _colour(parts[f"{part}_images"]) for part in ("train", "test")}, name=name)
+    return (
+        Dataset(
+            **parts | {
+                f"{part}_images": _colour(parts[f"{part}_images"]) for part in ("train", "test")
+            },
+            name=name
+        )
+    )
 
 # %% ../../nbs/training/datasets.ipynb #99d0327f
 def split(
@@ -258,8 +363,10 @@ def split(
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
     test, train = order[:round(len(order)/4)], order[round(len(order)/4):]
     images = ((images[:, None] - MELTING)/KELVINS).float()
-    return Dataset(name=name, train_images=images[train], train_labels=labels[train], test_images=images[test], test_labels=labels[test],
-                   classes=2, source=source, class_names=PORES)
+    return Dataset(
+        name=name, train_images=images[train], train_labels=labels[train], test_images=images[test],
+        test_labels=labels[test], classes=2, source=source, class_names=PORES
+    )
 
 # %% ../../nbs/training/datasets.ipynb #b2cc2697
 def load_thinwall(
@@ -267,9 +374,17 @@ def load_thinwall(
 )->Dataset: # 1,173 training and 391 test crops of 1×200×200 where all 1,564 frames are there
     "The Thinwall melt-pool frames, cropped and split."
     folder = Path(root or data_root())/"Thinwall"
-    if not folder.is_dir(): raise FileNotFoundError(f"Thinwall must be at {folder}, got no such folder; it cannot be downloaded here: put its frames and their table there (Zamiela et al. 2023), or use synthetic_melt_pool")
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"Thinwall must be at {folder}, got no such folder; it cannot be downloaded here: put "
+            "its frames and their table there (Zamiela et al. 2023), or use synthetic_melt_pool"
+        )
     content = decoded(folder, read_thinwall)
-    return split(**content, name="thinwall", source=f"Thinwall: {len(content['labels']):,} pyrometer frames of the melt pool (Zamiela et al. 2023), cropped to 200×200 around it, split by frame")
+    return split(
+        **content, name="thinwall",
+        source=f"Thinwall: {len(content['labels']):,} pyrometer frames of the melt pool (Zamiela "
+               "et al. 2023), cropped to 200×200 around it, split by frame"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #6f9eefd8
 def load_synthetic_melt_pool(
@@ -280,7 +395,11 @@ def load_synthetic_melt_pool(
 )->Dataset: # 1,173 training and 391 test images of 1×side×side, of which about 70 in all are porous
     "As many synthetic frames as Thinwall has, 1,494 without and 70 with a pore, split as Thinwall is."
     frames = synthetic_frames(side)
-    return split(**frames, name=name, source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, {frames['labels'].sum()} of them porous")
+    return split(
+        **frames, name=name,
+        source=f"{SYNTHETIC}; {len(frames['labels']):,} frames of {side}×{side} pixels, "
+               f"{frames['labels'].sum()} of them porous"
+    )
 
 # %% ../../nbs/training/datasets.ipynb #bb4962e4
 DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, "minority_digits": load_minority_digits, "two_digits": load_two_digits, "mnist": load_mnist, "unbalanced_mnist": load_unbalanced_mnist,
@@ -293,30 +412,43 @@ DATASETS = {"digits": load_digits, "unbalanced_digits": load_unbalanced_digits, 
 PLACES = {"mnist": ("MNIST/raw/train-images-idx3-ubyte",), "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
           "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"), "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"), "thinwall": ("Thinwall",),
           **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224"), ("HAM10000",))} # what a loader looks for, in this order
-TO_GET = {"mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw", "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw",
-          "cifar10": "downloaded on first use, or put cifar-10-python.tar.gz or cifar10/{{train,test}}/<class>/*.jpg into {root}",
-          "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or cifar100/{{train,test}}/<class>/*.jpg into {root}",
-          "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not downloadable here",
-          **dict.fromkeys(("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224"), "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")}
+TO_GET = {
+    "mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw",
+    "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw",
+    "cifar10": "downloaded on first use, or put cifar-10-python.tar.gz or cifar10/{{train,test}}/<class>/*.jpg into {root}",
+    "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or cifar100/{{train,test}}/<class>/*.jpg into {root}",
+    "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not downloadable here",
+    **dict.fromkeys(
+        ("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224"),
+        "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard "
+        "Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here"
+    )
+}
 
 # %% ../../nbs/training/datasets.ipynb #56715df4
 def where(
     name:str, # A key of `DATASETS`
 )->str: # One sentence
     "Whether the named data set is at hand, and where it is or goes."
-    if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
+    if name not in DATASETS:
+        raise ValueError(
+            f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}"
+        )
     if "digits" in name: return "bundled with scikit-learn"
     if "synthetic" in name: return "drawn from a formula on each use; SYNTHETIC, no measurement"
     for place in PLACES[name]:
         path = data_root()/place
-        if path.exists(): return f"at hand in {path.parent if path.name.endswith('ubyte') else path}"
+        if path.exists():
+            return f"at hand in {path.parent if path.name.endswith('ubyte') else path}"
     return f"not at hand: {TO_GET[name].format(root=data_root())}"
 
 # %% ../../nbs/training/datasets.ipynb #4a7f4edc
 def _turn():
     "A lock that one process has at a time; none where there is no place to keep it."
     path = cache_root()/"reading.lock"
-    try: path.parent.mkdir(parents=True, exist_ok=True); path.touch()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     except OSError: return nullcontext()
     return FileLock(path)
 
@@ -326,5 +458,9 @@ def load_dataset(
     root:Path|None=None, # Folder of data sets; `data_root()` where None
 )->Dataset: # The data set in memory
     "The named data set."
-    if name not in DATASETS: raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
-    with _turn() if name in PLACES else nullcontext(): return DATASETS[name](root)
+    if name not in DATASETS:
+        raise ValueError(
+            f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}"
+        )
+    with _turn() if name in PLACES else nullcontext():
+        return DATASETS[name](root)

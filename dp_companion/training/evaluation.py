@@ -18,7 +18,10 @@ from .records import RunSpec
 # %% ../../nbs/training/evaluation.ipynb #7c046bdf
 def bounds(rule):
     "The bounds of a rule, for the record."
-    return {name: getattr(rule, name) for name in ("max_grad_norm", "strict_max_grad_norm", "group_bounds") if hasattr(rule, name)}
+    return {
+        name: getattr(rule, name)
+        for name in ("max_grad_norm", "strict_max_grad_norm", "group_bounds") if hasattr(rule, name)
+    }
 
 def finite(value):
     "The number, or None where it is infinite or NaN: a record holds plain JSON."
@@ -29,15 +32,22 @@ def nonprivate_means(
     reports:list, # One StepReport a step
 )->dict: # nonprivate_train_loss in nats and nonprivate_grad_norm, over all samples of all steps; None where not finite
     "Mean loss and mean gradient norm of an epoch's samples: raw data, for the page only."
-    losses, norms = (torch.cat([getattr(r, name).cpu() for r in reports]).double() for name in ("nonprivate_losses", "nonprivate_norms"))
-    return {"nonprivate_train_loss": finite(losses.mean().item()), "nonprivate_grad_norm": finite(norms.mean().item())}
+    losses, norms = (
+        torch.cat([getattr(r, name).cpu() for r in reports]).double()
+        for name in ("nonprivate_losses", "nonprivate_norms")
+    )
+    return {
+        "nonprivate_train_loss": finite(losses.mean().item()),
+        "nonprivate_grad_norm": finite(norms.mean().item())
+    }
 
 # %% ../../nbs/training/evaluation.ipynb #6ff65921
 def outputs_on_test(model, data):
     "(n, classes) outputs on the test images."
     device = next(model.parameters(), torch.empty(0)).device
     model.eval()
-    with torch.no_grad(): return torch.cat([model(images.to(device)).cpu() for images in data.test_images.split(250)])
+    with torch.no_grad():
+        return torch.cat([model(images.to(device)).cpu() for images in data.test_images.split(250)])
 
 # %% ../../nbs/training/evaluation.ipynb #237e8505
 def evaluate(
@@ -49,8 +59,12 @@ def evaluate(
     "What the test images, which training never sees, say of the network."
     logits = outputs_on_test(model, data)
     predictions, by_class = logits.argmax(1), group_accuracies(logits.argmax(1), data.test_labels)
-    return {"test_accuracy": (predictions == data.test_labels).float().mean().item(), "test_loss": finite(loss(logits, data.test_labels).item()),
-            "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)], **(further(logits, data.test_labels) if further else {})}
+    return {
+        "test_accuracy": (predictions == data.test_labels).float().mean().item(),
+        "test_loss": finite(loss(logits, data.test_labels).item()),
+        "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)],
+        **(further(logits, data.test_labels) if further else {})
+    }
 
 def evaluate_auc(
     model:torch.nn.Module, # The network, trained
@@ -58,10 +72,14 @@ def evaluate_auc(
 )->float|None: # In [0, 1]; None where an output is not finite or a class has no test image
     "The macro ROC-AUC on the test images; it takes longer than an epoch of a small run, so a run asks once."
     logits = outputs_on_test(model, data)
-    return macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() and len(data.test_labels.unique()) == data.classes else None
+    return macro_roc_auc(logits, data.test_labels) if logits.isfinite().all() and len(
+        data.test_labels.unique()
+    ) == data.classes else None
 
 def further_metrics(
     spec:RunSpec, # The run
 ): # (logits, labels) -> what papers `sad` and `adaptive_noise` report besides; None for the others, whose records stay as they are
     "The metrics that only some papers report."
-    return partial(group_metrics, minority=MINORITY.get(spec.dataset, ())) if spec.paper in ("sad", "adaptive_noise") else None
+    return partial(
+        group_metrics, minority=MINORITY.get(spec.dataset, ())
+    ) if spec.paper in ("sad", "adaptive_noise") else None

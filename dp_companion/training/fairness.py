@@ -19,7 +19,11 @@ def group_accuracies(
 )->dict: # Group to its share of right predictions, in [0, 1]
     "Accuracy of each group that has a sample (acc(theta; D_m) of paper `global_adapt_v2`, equation 7)."
     groups = labels if groups is None else groups
-    if not len(predictions) == len(labels) == len(groups): raise ValueError(f"predictions must be as many as labels and groups, got {len(predictions)}, {len(labels)} and {len(groups)}")
+    if not len(predictions) == len(labels) == len(groups):
+        raise ValueError(
+            f"predictions must be as many as labels and groups, got {len(predictions)}, "
+            f"{len(labels)} and {len(groups)}"
+        )
     right = (predictions == labels).double()
     return {int(m): right[groups == m].mean().item() for m in groups.unique()}
 
@@ -41,7 +45,8 @@ def privacy_cost_gap(
 )->float: # >= 0, in the unit of the accuracies
     "Difference in what privacy costs two groups: pi_{a,b} (paper `global_adapt_v2`, below equation 7)."
     for m in (a, b):
-        if m not in nonprivate or any(m not in run for run in private): raise ValueError(f"group must be in every model's accuracies, got group={m!r}")
+        if m not in nonprivate or any(m not in run for run in private):
+            raise ValueError(f"group must be in every model's accuracies, got group={m!r}")
     cost = {m: accuracy_parity(nonprivate[m], [run[m] for run in private]) for m in (a, b)}
     return abs(cost[a] - cost[b])
 
@@ -51,7 +56,13 @@ def class_log_odds(
 )->Tensor: # (n, classes)
     "Log odds of each class against all others: the order of the softmax, where that rounds to 1 too."
     others = torch.eye(logits.shape[1], dtype=torch.bool)
-    return torch.stack([logits[:, k] - logits.masked_fill(others[k], -torch.inf).logsumexp(1) for k in range(logits.shape[1])], dim=1)
+    return torch.stack(
+        [
+            logits[:, k] - logits.masked_fill(others[k], -torch.inf).logsumexp(1)
+            for k in range(logits.shape[1])
+        ],
+        dim=1
+    )
 
 def macro_roc_auc(
     logits:Tensor, # (n, classes) outputs of the network
@@ -60,10 +71,19 @@ def macro_roc_auc(
     "Mean over classes of one-against-rest ROC-AUC, through scikit-learn."
     from sklearn.metrics import roc_auc_score
     odd = sorted(set(range(logits.shape[1])) ^ set(labels.tolist()))
-    if odd: raise ValueError(f"labels must hold every class of {logits.shape[1]} and no other for an AUC, got {'none of' if 0 <= odd[0] < logits.shape[1] else 'one of'} class {odd[0]}")
-    if not logits.isfinite().all(): raise ValueError("logits must be finite for an AUC, got an infinite or NaN value")
+    if odd:
+        raise ValueError(
+            f"labels must hold every class of {logits.shape[1]} and no other for an AUC, got "
+            f"{'none of' if 0 <= odd[0] < logits.shape[1] else 'one of'} class {odd[0]}"
+        )
+    if not logits.isfinite().all():
+        raise ValueError("logits must be finite for an AUC, got an infinite or NaN value")
     odds = class_log_odds(logits.double())
-    return float(np.mean([roc_auc_score((labels == k).numpy(), odds[:, k].numpy()) for k in range(logits.shape[1])]))
+    return float(
+        np.mean([
+            roc_auc_score((labels == k).numpy(), odds[:, k].numpy()) for k in range(logits.shape[1])
+        ])
+    )
 
 # %% ../../nbs/training/fairness.ipynb #338f1565
 def fairness_metrics(
@@ -73,6 +93,15 @@ def fairness_metrics(
 )->dict: # accuracy, auc, and accuracy_group_<name> for each class; shares of 1
     "Accuracy, macro ROC-AUC and the accuracy of each class, named as in Tables 7 to 12."
     predictions, names = logits.argmax(1), list(class_names) or range(logits.shape[1])
-    if len(names) != logits.shape[1]: raise ValueError(f"class_names must be one for each of {logits.shape[1]} classes, got {len(names)}")
-    groups = {f"accuracy_group_{names[m]}": share for m, share in group_accuracies(predictions, labels).items()}
-    return {"accuracy": (predictions == labels).double().mean().item(), "auc": macro_roc_auc(logits, labels), **groups}
+    if len(names) != logits.shape[1]:
+        raise ValueError(
+            f"class_names must be one for each of {logits.shape[1]} classes, got {len(names)}"
+        )
+    groups = {
+        f"accuracy_group_{names[m]}": share
+        for m, share in group_accuracies(predictions, labels).items()
+    }
+    return {
+        "accuracy": (predictions == labels).double().mean().item(),
+        "auc": macro_roc_auc(logits, labels), **groups
+    }

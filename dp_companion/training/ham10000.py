@@ -15,12 +15,17 @@ import torch
 from ..budgets.units import keep_at_most
 
 # %% ../../nbs/training/ham10000.ipynb #7b719c65
-FOLDERS = ("HAM10000_images", "HAM10000_images_part_1", "HAM10000_images_part_2") # of <image_id>.jpg
-TABLES = ("HAM10000_metadata.csv", "HAM10000_metadata") # with and without a suffix, as different sites have it
+# of <image_id>.jpg
+FOLDERS = ("HAM10000_images", "HAM10000_images_part_1", "HAM10000_images_part_2")
+# with and without a suffix, as different sites have it
+TABLES = ("HAM10000_metadata.csv", "HAM10000_metadata")
 COLUMNS = ("lesion_id", "image_id", "dx", "dx_type", "age", "sex", "localization")
 CLASSES = {"akiec": "actinic keratoses", "bcc": "basal cell carcinoma", "bkl": "benign keratosis-like lesions", "df": "dermatofibroma",
            "nv": "melanocytic nevi", "mel": "melanoma", "vasc": "vascular lesions"} # dx to its name, in the order of the class numbers
-PUBLISHED_COUNTS = {"akiec": 327, "bcc": 514, "bkl": 1099, "df": 115, "nv": 6705, "mel": 1113, "vasc": 142} # images of each class (TRK18)
+# images of each class (TRK18)
+PUBLISHED_COUNTS = {
+    "akiec": 327, "bcc": 514, "bkl": 1099, "df": 115, "nv": 6705, "mel": 1113, "vasc": 142
+}
 MAJORITY = list(CLASSES).index("nv") # number of the class that holds two thirds of the images
 
 # %% ../../nbs/training/ham10000.ipynb #fc1a0444
@@ -28,22 +33,52 @@ def _table(folder):
     "The table as strings, with the columns that it must have."
     import pandas as pd
     path = next((p for p in (folder/name for name in TABLES) if p.is_file()), None)
-    if path is None: raise FileNotFoundError(f"HAM10000 must hold the table {TABLES[0]}, got {folder} without it; put it beside the folder of images")
+    if path is None:
+        raise FileNotFoundError(
+            f"HAM10000 must hold the table {TABLES[0]}, got {folder} without it; put it beside the "
+            "folder of images"
+        )
     try: table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except ValueError as error: raise ValueError(f"{path.name} must be a table in CSV, got {path} that cannot be read ({type(error).__name__}); download it again") from None
+    except ValueError as error:
+        raise ValueError(
+            f"{path.name} must be a table in CSV, got {path} that cannot be read "
+            f"({type(error).__name__}); download it again"
+        ) from None
     missing = [c for c in COLUMNS if c not in table.columns]
-    if missing: raise ValueError(f"{path.name} must have the columns {', '.join(COLUMNS)}, got {path} without {', '.join(missing)}; download it again")
-    if not len(table): raise ValueError(f"{path.name} must have one row per image, got {path} without a row; download it again")
+    if missing:
+        raise ValueError(
+            f"{path.name} must have the columns {', '.join(COLUMNS)}, got {path} without "
+            f"{', '.join(missing)}; download it again"
+        )
+    if not len(table):
+        raise ValueError(
+            f"{path.name} must have one row per image, got {path} without a row; download it again"
+        )
     return table, path
 
 def _check_table(table, path):
     "Ids that are there and occur once, known classes, and one class for each lesion."
     empty = table[(table.lesion_id == "") | (table.image_id == "")]
-    if len(empty): raise ValueError(f"every row must have a lesion_id and an image_id, got row {empty.index[0] + 2} of {path} without one; download it again")
-    for name in table.image_id[table.image_id.duplicated()]: raise ValueError(f"every image must have one row, got {name} twice in {path}; remove one of the rows")
-    for _, row in table[~table.dx.isin(list(CLASSES))].iterrows(): raise ValueError(f"dx must be one of {', '.join(CLASSES)}, got dx={row.dx!r} for {row.image_id} in {path}; correct the row or remove it")
+    if len(empty):
+        raise ValueError(
+            f"every row must have a lesion_id and an image_id, got row {empty.index[0] + 2} of "
+            f"{path} without one; download it again"
+        )
+    for name in table.image_id[table.image_id.duplicated()]:
+        raise ValueError(
+            f"every image must have one row, got {name} twice in {path}; remove one of the rows"
+        )
+    for _, row in table[~table.dx.isin(list(CLASSES))].iterrows():
+        raise ValueError(
+            f"dx must be one of {', '.join(CLASSES)}, got dx={row.dx!r} for {row.image_id} in "
+            f"{path}; correct the row or remove it"
+        )
     several = table.groupby("lesion_id").dx.nunique()
-    for name in several.index[several > 1]: raise ValueError(f"all images of a lesion must have one class, got several dx for {name} in {path}; correct its rows")
+    for name in several.index[several > 1]:
+        raise ValueError(
+            f"all images of a lesion must have one class, got several dx for {name} in {path}; "
+            "correct its rows"
+        )
 
 # %% ../../nbs/training/ham10000.ipynb #ea826bec
 def read_metadata(
@@ -53,20 +88,40 @@ def read_metadata(
     table, path = _table(Path(folder))
     _check_table(table, path)
     units = np.unique(table.lesion_id.to_numpy(str), return_inverse=True)[1]
-    return {"image_ids": table.image_id.tolist(), "labels": table.dx.map(list(CLASSES).index).to_numpy(np.int64), "units": units.astype(np.int64)}
+    return {
+        "image_ids": table.image_id.tolist(),
+        "labels": table.dx.map(list(CLASSES).index).to_numpy(np.int64),
+        "units": units.astype(np.int64)
+    }
 
 # %% ../../nbs/training/ham10000.ipynb #0b1e5994
 def _files(folder, image_ids):
     "The file of each image id."
     folders = [folder/name for name in FOLDERS if (folder/name).is_dir()]
-    if not folders: raise FileNotFoundError(f"HAM10000 must hold the folder {FOLDERS[0]}, or {FOLDERS[1]} and {FOLDERS[2]}, got {folder} with none of them; unpack the images there")
+    if not folders:
+        raise FileNotFoundError(
+            f"HAM10000 must hold the folder {FOLDERS[0]}, or {FOLDERS[1]} and {FOLDERS[2]}, got "
+            f"{folder} with none of them; unpack the images there"
+        )
     found = sorted(p for f in folders for p in f.iterdir() if p.suffix.lower() == ".jpg")
     for name, times in Counter(p.stem for p in found).items():
-        if times > 1: raise ValueError(f"every image must be there once, got {times} files named {name} in {', '.join(f.name for f in folders)} of {folder}; keep one of the copies")
+        if times > 1:
+            raise ValueError(
+                f"every image must be there once, got {times} files named {name} in "
+                f"{', '.join(f.name for f in folders)} of {folder}; keep one of the copies"
+            )
     files = {p.stem: p for p in found}
     missing, extra = sorted(set(image_ids) - set(files)), sorted(set(files) - set(image_ids))
-    if missing: raise FileNotFoundError(f"every row must have its image, got {len(missing)} without one, the first {missing[0]}.jpg, in {folder}; unpack both parts of the images there")
-    if extra: raise ValueError(f"every image must have a row, got {len(extra)} without one, the first {files[extra[0]]}; take them out, or get the whole table")
+    if missing:
+        raise FileNotFoundError(
+            f"every row must have its image, got {len(missing)} without one, the first "
+            f"{missing[0]}.jpg, in {folder}; unpack both parts of the images there"
+        )
+    if extra:
+        raise ValueError(
+            f"every image must have a row, got {len(extra)} without one, the first "
+            f"{files[extra[0]]}; take them out, or get the whole table"
+        )
     return [files[name] for name in image_ids]
 
 # %% ../../nbs/training/ham10000.ipynb #d4a99e5f
@@ -79,25 +134,45 @@ def middle_square(
     try:
         with Image.open(path) as image:
             size = image.size
-            image.draft("RGB", (2*side, 2*side)) # the smallest size that the decoder gives with at least twice `side`
+            # the smallest size that the decoder gives with at least twice `side`
+            image.draft("RGB", (2*side, 2*side))
             (width, height), short = image.size, min(image.size)
             box = ((width - short)/2, (height - short)/2, (width + short)/2, (height + short)/2)
-            return np.asarray(image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR, box=box)), size
-    except (OSError, SyntaxError, ValueError) as error: raise ValueError(f"every image must be readable, got {path} ({type(error).__name__}); download it again") from None
+            return (
+                np.asarray(
+                    image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR, box=box)
+                ),
+                size
+            )
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"every image must be readable, got {path} ({type(error).__name__}); download it again"
+        ) from None
 
 # %% ../../nbs/training/ham10000.ipynb #fb2a53f0
 def ham10000_reader(
     side:int, # Of the squares, in pixels; >= 8
 ): # A function of the folder: images (n, side, side, 3) bytes, labels (n,), units (n,), sizes; named by the side, as `decoded` wants it
     "A reader of HAM10000 at one side."
-    if isinstance(side, bool) or not isinstance(side, int) or side < 8: raise ValueError(f"side must be a whole number >= 8, got side={side}; 64 is what the data set ham10000 has")
+    if isinstance(side, bool) or not isinstance(side, int) or side < 8:
+        raise ValueError(
+            f"side must be a whole number >= 8, got side={side}; 64 is what the data set ham10000 "
+            "has"
+        )
     def read(folder):
         table = read_metadata(folder)
         files = _files(folder, table["image_ids"])
         images, sizes = np.empty((len(files), side, side, 3), dtype=np.uint8), set()
         with ThreadPoolExecutor() as threads:
-            for k, (pixels, size) in enumerate(threads.map(lambda path: middle_square(path, side), files)): images[k] = pixels; sizes.add(size)
-        return {"images": torch.from_numpy(images), "sizes": sorted(map(list, sizes)), **{what: torch.tensor(table[what]) for what in ("labels", "units")}}
+            for k, (pixels, size) in enumerate(
+                threads.map(lambda path: middle_square(path, side), files)
+            ):
+                images[k] = pixels
+                sizes.add(size)
+        return {
+            "images": torch.from_numpy(images), "sizes": sorted(map(list, sizes)),
+            **{what: torch.tensor(table[what]) for what in ("labels", "units")}
+        }
     read.__name__ = f"side{side}"
     return read
 
@@ -112,12 +187,20 @@ def held_out(
 )->np.ndarray: # (n,) True where an image is in the test set
     "Which images are held out: a fifth of the lesions, or of the images, stratified by class."
     from sklearn.model_selection import train_test_split
-    if by not in ("lesion", "image"): raise ValueError(f"by must be one of 'image', 'lesion', got by={by!r}")
+    if by not in ("lesion", "image"):
+        raise ValueError(f"by must be one of 'image', 'lesion', got by={by!r}")
     drawn = units if by == "lesion" else np.arange(len(labels))
     names, first = np.unique(drawn, return_index=True)
     for k, times in sorted(Counter(labels[first].tolist()).items()):
-        if times < 5: raise ValueError(f"every class must have 5 {by}s or more, so that a fifth can be held out, got {times} of {list(CLASSES)[k]}; add images, or remove the class from the table")
-    return np.isin(drawn, train_test_split(names, test_size=SHARE, stratify=labels[first], random_state=SEED)[1])
+        if times < 5:
+            raise ValueError(
+                f"every class must have 5 {by}s or more, so that a fifth can be held out, got "
+                f"{times} of {list(CLASSES)[k]}; add images, or remove the class from the table"
+            )
+    return np.isin(
+        drawn,
+        train_test_split(names, test_size=SHARE, stratify=labels[first], random_state=SEED)[1]
+    )
 
 # %% ../../nbs/training/ham10000.ipynb #c24baeba
 def nonprivate_leak(
@@ -137,9 +220,17 @@ def split_ham10000(
     "HAM10000 in two parts, with a sentence that says what was done."
     labels, units, side = content["labels"], content["units"], content["images"].shape[1]
     test = torch.from_numpy(held_out(labels.numpy(), units.numpy(), by=by))
-    train = ~test if most is None else ~test & torch.from_numpy(keep_at_most(units.numpy(), images=most))
+    train = ~test if most is None else ~test & torch.from_numpy(
+        keep_at_most(units.numpy(), images=most)
+    )
     sizes = " and ".join(f"{width}×{height}" for width, height in content["sizes"][:3])
-    source = (f"HAM10000: {len(labels):,} dermatoscopic images of {len(units.unique()):,} lesions (Tschandl, Rosendahl, Kittler 2018), the middle square of {sizes} pixels scaled to {side}×{side}; "
-              f"a fifth held out by {by}, stratified by class (seed {SEED})" + (f"; at most {most} image(s) of a lesion trained on" if most else ""))
-    return {"train_images": content["images"][train], "train_labels": labels[train], "train_units": units[train], "test_images": content["images"][test], "test_labels": labels[test],
-            "classes": len(CLASSES), "class_names": tuple(CLASSES.values()), "source": source}
+    source = (
+        f"HAM10000: {len(labels):,} dermatoscopic images of {len(units.unique()):,} lesions (Tschandl, Rosendahl, Kittler 2018), the middle square of {sizes} pixels scaled to {side}×{side}; " f"a fifth held out by {by}, stratified by class (seed {SEED})"
+        + (f"; at most {most} image(s) of a lesion trained on" if most else "")
+    )
+    return {
+        "train_images": content["images"][train], "train_labels": labels[train],
+        "train_units": units[train], "test_images": content["images"][test],
+        "test_labels": labels[test], "classes": len(CLASSES),
+        "class_names": tuple(CLASSES.values()), "source": source
+    }

@@ -19,7 +19,9 @@ DECODING = 1 # Raised when a reader changes, so that nothing it made before is t
 
 def cache_root()->Path: # The folder; it may not exist yet
     "Where decoded images are kept: `XDG_CACHE_HOME`, or `~/.cache`, then dp-companion/decoded."
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()/"dp-companion"/"decoded"
+    return Path(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    ).expanduser()/"dp-companion"/"decoded"
 
 # %% ../../nbs/training/image_folders.ipynb #3cf1a4c1
 def listing_key(
@@ -27,7 +29,9 @@ def listing_key(
 )->str: # 16 hexadecimal digits
     "A hash of the folder's place and every file's relative path, size and time of change."
     files = sorted(p for p in folder.rglob("*") if p.is_file())
-    listing = {p.relative_to(folder).as_posix(): [(s := p.stat()).st_size, s.st_mtime_ns] for p in files}
+    listing = {
+        p.relative_to(folder).as_posix(): [(s := p.stat()).st_size, s.st_mtime_ns] for p in files
+    }
     return digest({"folder": str(folder.resolve()), "decoding": DECODING, "files": listing})[:16]
 
 # %% ../../nbs/training/image_folders.ipynb #c87efbc4
@@ -53,29 +57,62 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png")
 # %% ../../nbs/training/image_folders.ipynb #95569166
 def _classes(folder):
     "The class names of an image folder, the same in both parts."
-    if not folder.is_dir(): raise FileNotFoundError(f"image folder must be at {folder}, got no such folder; put train/<class> and test/<class> with the images there")
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"image folder must be at {folder}, got no such folder; put train/<class> and "
+            "test/<class> with the images there"
+        )
     for part in ("train", "test"):
-        if not (folder/part).is_dir(): raise ValueError(f"image folder must hold train/<class> and test/<class>, got {folder} without {part}")
-    train, test = (sorted(p.name for p in (folder/part).iterdir() if p.is_dir()) for part in ("train", "test"))
-    for name in sorted(set(train) ^ set(test)): raise ValueError(f"train and test must have the same classes, got {name!r} in {'train' if name in train else 'test'} only, in {folder}")
-    if not train: raise ValueError(f"image folder must hold train/<class> and test/<class>, got {folder} without a class")
+        if not (folder/part).is_dir():
+            raise ValueError(
+                f"image folder must hold train/<class> and test/<class>, got {folder} without "
+                f"{part}"
+            )
+    train, test = (
+        sorted(p.name for p in (folder/part).iterdir() if p.is_dir()) for part in ("train", "test")
+    )
+    for name in sorted(set(train) ^ set(test)):
+        raise ValueError(
+            f"train and test must have the same classes, got {name!r} in "
+            f"{'train' if name in train else 'test'} only, in {folder}"
+        )
+    if not train:
+        raise ValueError(
+            f"image folder must hold train/<class> and test/<class>, got {folder} without a class"
+        )
     return train
 
 def _pixels(path):
     "One image as (height, width, 3) bytes."
     from PIL import Image
     try:
-        with Image.open(path) as image: return np.asarray(image.convert("RGB"))
-    except OSError as error: raise ValueError(f"every image must be readable, got {path} ({type(error).__name__}); delete it, or put the original there") from None
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except OSError as error:
+        raise ValueError(
+            f"every image must be readable, got {path} ({type(error).__name__}); delete it, or put "
+            "the original there"
+        ) from None
 
 # %% ../../nbs/training/image_folders.ipynb #f0819a38
 def _images(folder, classes):
     "All images of one part, and their labels."
-    files = [(p, k) for k, name in enumerate(classes) for p in sorted((folder/name).iterdir()) if p.suffix.lower() in IMAGE_SUFFIXES]
-    for k in sorted(set(range(len(classes))) - {k for _, k in files}): raise ValueError(f"every class must hold an image, got none ({', '.join(IMAGE_SUFFIXES)}) in {folder/classes[k]}")
+    files = [
+        (p, k) for k, name in enumerate(classes) for p in sorted((folder/name).iterdir())
+        if p.suffix.lower() in IMAGE_SUFFIXES
+    ]
+    for k in sorted(set(range(len(classes))) - {k for _, k in files}):
+        raise ValueError(
+            f"every class must hold an image, got none ({', '.join(IMAGE_SUFFIXES)}) in "
+            f"{folder/classes[k]}"
+        )
     images = [_pixels(p) for p, _ in files]
     for (path, _), image in zip(files, images):
-        if image.shape != images[0].shape: raise ValueError(f"all images must have one size, got {image.shape[1]}×{image.shape[0]} in {path} after {images[0].shape[1]}×{images[0].shape[0]}")
+        if image.shape != images[0].shape:
+            raise ValueError(
+                f"all images must have one size, got {image.shape[1]}×{image.shape[0]} in {path} "
+                f"after {images[0].shape[1]}×{images[0].shape[0]}"
+            )
     return torch.from_numpy(np.stack(images)), torch.tensor([k for _, k in files])
 
 # %% ../../nbs/training/image_folders.ipynb #30572dec
@@ -86,4 +123,10 @@ def read_image_folder(
     classes = _classes(folder)
     parts = {part: _images(folder/part, classes) for part in ("train", "test")}
     suffixes = sorted({p.suffix.lower() for p in folder.rglob("*")} & set(IMAGE_SUFFIXES))
-    return {"class_names": classes, "suffixes": suffixes, **{f"{part}_{what}": tensor for part, pair in parts.items() for what, tensor in zip(("images", "labels"), pair)}}
+    return {
+        "class_names": classes, "suffixes": suffixes,
+        **{
+            f"{part}_{what}": tensor for part, pair in parts.items()
+            for what, tensor in zip(("images", "labels"), pair)
+        }
+    }

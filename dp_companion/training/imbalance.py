@@ -24,13 +24,26 @@ def imbalance_metrics(
 )->dict: # accuracy, balanced_accuracy, matthews, accuracy_majority, accuracy_minority, and accuracy_group_<name> for each class that occurs
     "What paper `sad` and its reference [2] report; shares of 1, matthews in [-1, 1]."
     from sklearn.metrics import balanced_accuracy_score, matthews_corrcoef
-    if not len(logits) == len(labels) > 0: raise ValueError(f"logits must be as many as labels, and some, got {len(logits)} and {len(labels)}")
-    if not logits.isfinite().all(): raise ValueError("logits must be finite, got an infinite or NaN value; look at the run's losses")
+    if not len(logits) == len(labels) > 0:
+        raise ValueError(
+            f"logits must be as many as labels, and some, got {len(logits)} and {len(labels)}"
+        )
+    if not logits.isfinite().all():
+        raise ValueError(
+            "logits must be finite, got an infinite or NaN value; look at the run's losses"
+        )
     predictions, names = logits.argmax(1), list(class_names) or range(logits.shape[1])
     by_group = group_accuracies(predictions, labels, (labels != majority).long())
-    return {"accuracy": (predictions == labels).double().mean().item(), "balanced_accuracy": float(balanced_accuracy_score(labels.numpy(), predictions.numpy())),
-            "matthews": float(matthews_corrcoef(labels.numpy(), predictions.numpy())), **{f"accuracy_{('majority', 'minority')[g]}": share for g, share in by_group.items()},
-            **{f"accuracy_group_{names[k]}": share for k, share in group_accuracies(predictions, labels).items()}}
+    return {
+        "accuracy": (predictions == labels).double().mean().item(),
+        "balanced_accuracy": float(balanced_accuracy_score(labels.numpy(), predictions.numpy())),
+        "matthews": float(matthews_corrcoef(labels.numpy(), predictions.numpy())),
+        **{f"accuracy_{('majority', 'minority')[g]}": share for g, share in by_group.items()},
+        **{
+            f"accuracy_group_{names[k]}": share
+            for k, share in group_accuracies(predictions, labels).items()
+        }
+    }
 
 # %% ../../nbs/training/imbalance.ipynb #ef2c1230
 SAD_WEIGHTS = (.8, 1., 1., 1., 1., 1., 1.2) # by class number, in the code published with paper sad
@@ -43,7 +56,11 @@ def public_class_weights(
     "Inverse-frequency class weights from counts that are public."
     if not exponent >= 0: raise ValueError(f"exponent must be >= 0, got exponent={exponent}")
     for name, count in counts.items():
-        if not 0 < count < float("inf"): raise ValueError(f"every class must have a positive count, got {count} for {name}; leave the class out or use noisy counts with a floor")
+        if not 0 < count < float("inf"):
+            raise ValueError(
+                f"every class must have a positive count, got {count} for {name}; leave the class "
+                "out or use noisy counts with a floor"
+            )
     raw = {name: count**-exponent for name, count in counts.items()}
     mean = sum(counts[name]*raw[name] for name in counts)/sum(counts.values())
     return tuple(weight/mean for weight in raw.values())
@@ -64,8 +81,12 @@ def group_metrics(
     rare = torch.isin(labels, torch.tensor(minority, dtype=labels.dtype)).numpy()
     share = lambda of: float((predicted == true)[of].mean()) if minority and of.any() else None
     macro = dict(average="macro", zero_division=0)
-    return {"test_matthews": float(matthews_corrcoef(true, predicted)), "test_precision": float(precision_score(true, predicted, **macro)),
-            "test_recall": float(recall_score(true, predicted, **macro)), "test_accuracy_majority": share(~rare), "test_accuracy_minority": share(rare)}
+    return {
+        "test_matthews": float(matthews_corrcoef(true, predicted)),
+        "test_precision": float(precision_score(true, predicted, **macro)),
+        "test_recall": float(recall_score(true, predicted, **macro)),
+        "test_accuracy_majority": share(~rare), "test_accuracy_minority": share(rare)
+    }
 
 # %% ../../nbs/training/imbalance.ipynb #d7335741
 def noisy_class_counts(
@@ -77,8 +98,16 @@ def noisy_class_counts(
     least:float=1., # What a count is raised to, so that weights stay finite; > 0
 )->tuple[dict,MechanismEvent]: # Class to its noisy count, and the event that it cost
     "A histogram of private labels with Gaussian noise: sensitivity 1 for an image, k for a unit of k."
-    event = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=1, steps=1, query="class_counts")
-    if not 0 < least < float("inf"): raise ValueError(f"least must be finite and > 0, got least={least}")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes: raise ValueError(f"labels must be in 0..{classes - 1}, got {int(labels.min())}..{int(labels.max())}")
-    counts = torch.bincount(labels.cpu(), minlength=classes).double() + noise.fill_(torch.empty(classes, dtype=torch.float64), noise_multiplier)
+    event = MechanismEvent(
+        noise_multiplier=noise_multiplier, sample_rate=1, steps=1, query="class_counts"
+    )
+    if not 0 < least < float("inf"):
+        raise ValueError(f"least must be finite and > 0, got least={least}")
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ValueError(
+            f"labels must be in 0..{classes - 1}, got {int(labels.min())}..{int(labels.max())}"
+        )
+    counts = torch.bincount(labels.cpu(), minlength=classes).double() + noise.fill_(
+        torch.empty(classes, dtype=torch.float64), noise_multiplier
+    )
     return dict(enumerate(counts.clamp_min(least).tolist())), event

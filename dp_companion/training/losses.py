@@ -29,18 +29,29 @@ def focal_loss(
     missing = -torch.expm1(log_p) # 1 - p_t, without cancellation
     weight = torch.as_tensor(alpha, dtype=logits.dtype, device=logits.device)
     weight = weight[targets] if weight.dim() else weight
-    losses = -weight*missing.clamp_min(torch.finfo(logits.dtype).tiny)**gamma*log_p # clamped: 0**gamma has no finite slope below gamma = 1
+    # clamped: 0**gamma has no finite slope below gamma = 1
+    losses = -weight*missing.clamp_min(torch.finfo(logits.dtype).tiny)**gamma*log_p
     return _reduced(losses, reduction)
 
 # %% ../../nbs/training/losses.ipynb #7c2fc156
 def _check_focal(alpha=1., gamma=2.):
     weights = (alpha,) if isinstance(alpha, (int, float)) else tuple(alpha)
-    if not all(0 <= w < math.inf for w in weights): raise ValueError(f"alpha must be finite and >= 0, got alpha={alpha}")
-    if not 0 <= gamma < math.inf: raise ValueError(f"gamma must be finite and >= 0, got gamma={gamma}")
+    if not all(0 <= w < math.inf for w in weights):
+        raise ValueError(f"alpha must be finite and >= 0, got alpha={alpha}")
+    if not 0 <= gamma < math.inf:
+        raise ValueError(f"gamma must be finite and >= 0, got gamma={gamma}")
 
 def _check_shapes(logits, targets, alpha):
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]: raise ValueError(f"targets must hold one class for each row of logits (batch, classes), got {tuple(targets.shape)} for {tuple(logits.shape)}")
-    if not isinstance(alpha, (int, float)) and len(alpha) != logits.shape[1]: raise ValueError(f"alpha must be one number or one for each of {logits.shape[1]} classes, got alpha={alpha}")
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(
+            "targets must hold one class for each row of logits (batch, classes), got "
+            f"{tuple(targets.shape)} for {tuple(logits.shape)}"
+        )
+    if not isinstance(alpha, (int, float)) and len(alpha) != logits.shape[1]:
+        raise ValueError(
+            f"alpha must be one number or one for each of {logits.shape[1]} classes, got "
+            f"alpha={alpha}"
+        )
 
 # %% ../../nbs/training/losses.ipynb #c24aead1
 def _reduced(losses, reduction):
@@ -57,9 +68,12 @@ def sad_weighted(
     reduction:str="mean", # "mean" weighs by the classes' weights, as torch does
 )->Tensor: # A scalar, or (batch,) with "none"; nats
     "Cross entropy with the class weights in the code published with paper `sad`: public numbers, which cost nothing."
-    return cross_entropy(logits, targets, weight=logits.new_tensor(SAD_WEIGHTS), reduction=reduction)
+    return cross_entropy(
+        logits, targets, weight=logits.new_tensor(SAD_WEIGHTS), reduction=reduction
+    )
 
-LOSSES = {"cross_entropy": cross_entropy, "focal": focal_loss, "sad_weighted": sad_weighted} # Name in a run's description to (logits, targets, ..., reduction) -> loss
+# Name in a run's description to (logits, targets, ..., reduction) -> loss
+LOSSES = {"cross_entropy": cross_entropy, "focal": focal_loss, "sad_weighted": sad_weighted}
 
 # %% ../../nbs/training/losses.ipynb #2410e5fd
 def build_loss(
@@ -67,9 +81,16 @@ def build_loss(
     **constants, # Of that loss: alpha and gamma for "focal"
 ): # (logits, targets, reduction="mean") -> loss, as `PrivateStep` takes it
     "The named loss with its constants bound."
-    if name not in LOSSES: raise ValueError(f"loss must be one of {', '.join(sorted(LOSSES))}, got loss={name!r}")
+    if name not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(sorted(LOSSES))}, got loss={name!r}")
     known = set(inspect.signature(LOSSES[name]).parameters) & {"alpha", "gamma"}
     for constant in constants:
-        if constant not in known: raise ValueError(f"constants of loss={name!r} must be {'among ' + ', '.join(sorted(known)) if known else 'none'}, got {constant}={constants[constant]!r}")
-    if name == "focal": _check_focal(**constants)
+        if constant not in known:
+            raise ValueError(
+                f"constants of loss={name!r} must be "
+                f"{'among ' + ', '.join(sorted(known)) if known else 'none'}, got "
+                f"{constant}={constants[constant]!r}"
+            )
+    if name == "focal":
+        _check_focal(**constants)
     return partial(LOSSES[name], **constants) if constants else LOSSES[name]

@@ -24,8 +24,14 @@ def frame_position(
 )->dict: # t, x, y, z as in the name, and layer
     "Time and position of a frame, from its name."
     found = FRAME_NAME.fullmatch(stem)
-    if found is None: raise ValueError(f"a frame must be named like t10p06_x0_y30p97_z0p51_layer2.csv, got {stem}.csv")
-    return {name: float(value.replace("p", ".")) for name, value in zip(("t", "x", "y", "z", "layer"), found.groups())}
+    if found is None:
+        raise ValueError(
+            f"a frame must be named like t10p06_x0_y30p97_z0p51_layer2.csv, got {stem}.csv"
+        )
+    return {
+        name: float(value.replace("p", "."))
+        for name, value in zip(("t", "x", "y", "z", "layer"), found.groups())
+    }
 
 # %% ../../nbs/training/melt_pools.ipynb #12c8dad3
 def melt_pool_crop(
@@ -33,30 +39,56 @@ def melt_pool_crop(
     side:int=CROP, # Side of the crop in pixels
 )->np.ndarray: # (side, side)
     "The square around the middle of what is liquid, inside the frame."
-    if min(frame.shape) < side: raise ValueError(f"frame must be at least {side} pixels wide and high, got {frame.shape[1]}×{frame.shape[0]}")
-    liquid = np.argwhere(frame >= MELTING) if (frame >= MELTING).any() else np.argwhere(frame == frame.max())
-    first = [int(np.clip(round(middle) - side//2, 0, size - side)) for middle, size in zip(liquid.mean(0), frame.shape)]
+    if min(frame.shape) < side:
+        raise ValueError(
+            f"frame must be at least {side} pixels wide and high, got "
+            f"{frame.shape[1]}×{frame.shape[0]}"
+        )
+    liquid = np.argwhere(frame >= MELTING) if (frame >= MELTING).any() else np.argwhere(
+        frame == frame.max()
+    )
+    first = [
+        int(np.clip(round(middle) - side//2, 0, size - side))
+        for middle, size in zip(liquid.mean(0), frame.shape)
+    ]
     return frame[first[0]:first[0] + side, first[1]:first[1] + side]
 
 # %% ../../nbs/training/melt_pools.ipynb #1b032172
-MARKS = {**dict.fromkeys(("1", "1.0", "true", "yes", "porous", "defective", "anomalous"), 1), **dict.fromkeys(("0", "0.0", "false", "no", "nonporous", "non-porous", "healthy"), 0)}
+MARKS = {
+    **dict.fromkeys(("1", "1.0", "true", "yes", "porous", "defective", "anomalous"), 1),
+    **dict.fromkeys(("0", "0.0", "false", "no", "nonporous", "non-porous", "healthy"), 0)
+}
 
 def _names(table, path):
     "The first column whose every cell names a frame."
     for _, cells in table.items():
-        if len(cells) and cells.str.removesuffix(".csv").map(FRAME_NAME.fullmatch).notna().all(): return cells
-    raise ValueError(f"the table of frames must have a column with the frames' names, got {', '.join(table.columns)} in {path}")
+        if len(cells) and cells.str.removesuffix(".csv").map(FRAME_NAME.fullmatch).notna().all():
+            return cells
+    raise ValueError(
+        "the table of frames must have a column with the frames' names, got "
+        f"{', '.join(table.columns)} in {path}"
+    )
 
 def _marks(table, path):
     "1 or 0 a row, from the first column named for it whose every cell says so."
-    named = {name: cells for name, cells in table.items() if re.search("poro|label|defect|size|diameter|mm", name.lower())}
-    if not named: raise ValueError(f"the table of frames must have a column with porous or not, or the pore's size in mm, got {', '.join(table.columns)} in {path}")
+    named = {
+        name: cells for name, cells in table.items()
+        if re.search("poro|label|defect|size|diameter|mm", name.lower())
+    }
+    if not named:
+        raise ValueError(
+            "the table of frames must have a column with porous or not, or the pore's size in mm, "
+            f"got {', '.join(table.columns)} in {path}"
+        )
     marks = {name: cells.map(_mark) for name, cells in named.items()}
     for found in marks.values():
         if found.notna().all(): return found.astype(int)
     name, found = next(iter(marks.items()))
     row = found.isna().idxmax()
-    raise ValueError(f"{name} must say of every frame porous or not, or the pore's size in mm, got {named[name][row]!r} in line {row + 2} of {path}")
+    raise ValueError(
+        f"{name} must say of every frame porous or not, or the pore's size in mm, got "
+        f"{named[name][row]!r} in line {row + 2} of {path}"
+    )
 
 # %% ../../nbs/training/melt_pools.ipynb #1b032173
 def _labels(path, stems):
@@ -64,9 +96,16 @@ def _labels(path, stems):
     import pandas as pd
     table = pd.read_csv(path, dtype=str, keep_default_na=False).map(str.strip)
     names, marks = _names(table, path), _marks(table, path)
-    if (twice := names[names.duplicated()].tolist()): raise ValueError(f"every frame must have one row, got several of {twice[0]}, in {path.parent}")
+    if (twice := names[names.duplicated()].tolist()):
+        raise ValueError(
+            f"every frame must have one row, got several of {twice[0]}, in {path.parent}"
+        )
     labels = dict(zip(names.str.removesuffix(".csv"), marks))
-    for stem in sorted(set(labels) ^ set(stems)): raise ValueError(f"every frame must have one row and every row a frame, got {stem} {'without a file' if stem in labels else 'without a row'}, in {path.parent}")
+    for stem in sorted(set(labels) ^ set(stems)):
+        raise ValueError(
+            f"every frame must have one row and every row a frame, got {stem} "
+            f"{'without a file' if stem in labels else 'without a row'}, in {path.parent}"
+        )
     return [labels[stem] for stem in stems]
 
 # %% ../../nbs/training/melt_pools.ipynb #031b51b4
@@ -81,10 +120,21 @@ def _frame(path):
     "One frame's crop around the melt pool."
     import pandas as pd
     try: frame = pd.read_csv(path, header=None, dtype=np.float32).to_numpy()
-    except ValueError as error: raise ValueError(f"a frame must hold numbers only, got {path} ({type(error).__name__})") from None
-    if frame.shape == FRAME_SHAPE[::-1]: frame = frame.T
-    if frame.shape != FRAME_SHAPE: raise ValueError(f"a frame must be a matrix of 752×480 temperatures, got {frame.shape[1]}×{frame.shape[0]} in {path}")
-    if not np.isfinite(frame).all(): raise ValueError(f"a frame must hold finite temperatures, got an empty or infinite one in {path}")
+    except ValueError as error:
+        raise ValueError(
+            f"a frame must hold numbers only, got {path} ({type(error).__name__})"
+        ) from None
+    if frame.shape == FRAME_SHAPE[::-1]:
+        frame = frame.T
+    if frame.shape != FRAME_SHAPE:
+        raise ValueError(
+            "a frame must be a matrix of 752×480 temperatures, got "
+            f"{frame.shape[1]}×{frame.shape[0]} in {path}"
+        )
+    if not np.isfinite(frame).all():
+        raise ValueError(
+            f"a frame must hold finite temperatures, got an empty or infinite one in {path}"
+        )
     return melt_pool_crop(frame)
 
 # %% ../../nbs/training/melt_pools.ipynb #b0cee26f
@@ -93,16 +143,35 @@ def read_thinwall(
 )->dict: # images (n, 200, 200) in degrees Celsius and labels (n,), in the order of the names
     "Read Thinwall's published layout; whatever is wrong with it is one sentence."
     files = sorted(folder.rglob("*.csv"), key=lambda p: p.stem)
-    frames, tables = [p for p in files if FRAME_NAME.fullmatch(p.stem)], [p for p in files if not FRAME_NAME.fullmatch(p.stem)]
-    if not frames: raise ValueError(f"Thinwall must hold frames named like t10p06_x0_y30p97_z0p51_layer2.csv, got none in {folder}")
+    frames = [p for p in files if FRAME_NAME.fullmatch(p.stem)]
+    tables = [p for p in files if not FRAME_NAME.fullmatch(p.stem)]
+    if not frames:
+        raise ValueError(
+            "Thinwall must hold frames named like t10p06_x0_y30p97_z0p51_layer2.csv, got none in "
+            f"{folder}"
+        )
     names = [p.stem for p in frames]
-    if twice := sorted({name for name in names if names.count(name) > 1}): raise ValueError(f"Thinwall must hold every frame once, got {twice[0]} {names.count(twice[0])} times in {folder}")
-    if len(tables) != 1: raise ValueError(f"Thinwall must hold one table of its frames, as CSV, beside them, got {len(tables)} in {folder}")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"Thinwall must hold every frame once, got {twice[0]} {names.count(twice[0])} times in "
+            f"{folder}"
+        )
+    if len(tables) != 1:
+        raise ValueError(
+            f"Thinwall must hold one table of its frames, as CSV, beside them, got {len(tables)} "
+            f"in {folder}"
+        )
     labels = _labels(tables[0], names)
-    return {"images": torch.from_numpy(np.stack([_frame(p) for p in frames])), "labels": torch.tensor(labels)}
+    return {
+        "images": torch.from_numpy(np.stack([_frame(p) for p in frames])),
+        "labels": torch.tensor(labels)
+    }
 
 # %% ../../nbs/training/melt_pools.ipynb #fe8a4ebd
-SYNTHETIC = "SYNTHETIC melt-pool frames, drawn from a formula: no measurement, not Thinwall, and no evidence about it"
+SYNTHETIC = (
+    "SYNTHETIC melt-pool frames, drawn from a formula: no measurement, not Thinwall, and no "
+    "evidence about it"
+)
 
 # %% ../../nbs/training/melt_pools.ipynb #7806ad2c
 def melt_pool(
@@ -121,7 +190,8 @@ def melt_pool(
     distance = np.sqrt(along**2 + across**2 + .09)
     frame = 25 + power*.3/distance*np.exp(-1.5*(distance + along))
     spot, depth = draw.normal(size=2)*.35, draw.uniform(200, 800)
-    if porous: frame -= depth*np.exp(-((along - spot[0])**2 + (across - spot[1])**2)/.08)
+    if porous:
+        frame -= depth*np.exp(-((along - spot[0])**2 + (across - spot[1])**2)/.08)
     return (frame + 15*draw.normal(size=shape)).astype(np.float32)
 
 # %% ../../nbs/training/melt_pools.ipynb #d85d0dca
@@ -132,5 +202,7 @@ def synthetic_frames(
 )->dict: # images (n, side, side) in degrees Celsius and labels (n,)
     "Synthetic frames, as many as Thinwall has."
     draw, labels = np.random.default_rng(seed), np.repeat([0, 1], counts)
-    frames = [melt_pool(bool(porous), draw, shape=(side, side), scale=side/CROP) for porous in labels]
+    frames = [
+        melt_pool(bool(porous), draw, shape=(side, side), scale=side/CROP) for porous in labels
+    ]
     return {"images": torch.from_numpy(np.stack(frames)), "labels": torch.from_numpy(labels)}

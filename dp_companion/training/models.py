@@ -19,7 +19,10 @@ from .datasets import data_root
 
 # %% ../../nbs/training/models.ipynb #649a066c
 def _check_shape(image_size, channels, classes, least=8):
-    for name, value, smallest in (("image_size", image_size, least), ("channels", channels, 1), ("classes", classes, 1)): _whole(name, value, smallest)
+    for name, value, smallest in (
+        ("image_size", image_size, least), ("channels", channels, 1), ("classes", classes, 1)
+    ):
+        _whole(name, value, smallest)
 
 # %% ../../nbs/training/models.ipynb #467bc410
 def mnist_cnn(
@@ -46,8 +49,14 @@ def unbalanced_mnist_cnn(
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "The unbalanced-MNIST network of paper `global_adapt_v2` (Section 5): 16 and 32 channels, instance norm, SELU."
     _check_shape(image_size, channels, classes)
-    block = lambda inputs, outputs: [nn.Conv2d(inputs, outputs, 3, padding=1), nn.InstanceNorm2d(outputs, affine=True), nn.MaxPool2d(2), nn.SELU()]
-    return nn.Sequential(*block(channels, 16), *block(16, 32), nn.Flatten(), nn.Linear(32*(image_size//4)**2, classes))
+    block = lambda inputs, outputs: [
+        nn.Conv2d(inputs, outputs, 3, padding=1), nn.InstanceNorm2d(outputs, affine=True),
+        nn.MaxPool2d(2), nn.SELU()
+    ]
+    return nn.Sequential(
+        *block(channels, 16), *block(16, 32), nn.Flatten(),
+        nn.Linear(32*(image_size//4)**2, classes)
+    )
 
 # %% ../../nbs/training/models.ipynb #3693552d
 class ChannelShuffle(nn.Module):
@@ -62,7 +71,12 @@ class ChannelShuffle(nn.Module):
 # %% ../../nbs/training/models.ipynb #d0800be2
 def _normed(inputs, outputs, kernel, *, stride=1, groups=1, activation=True):
     "Convolution, group norm with 4 groups, SELU."
-    layers = [nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel//2, groups=groups, bias=False), nn.GroupNorm(4, outputs)]
+    layers = [
+        nn.Conv2d(
+            inputs, outputs, kernel, stride=stride, padding=kernel//2, groups=groups, bias=False
+        ),
+        nn.GroupNorm(4, outputs)
+    ]
     return layers + [nn.SELU()]*activation
 
 # %% ../../nbs/training/models.ipynb #47d1cc0d
@@ -74,11 +88,19 @@ class ShuffleUnit(nn.Module):
     ):
         super().__init__()
         half = outputs//2
-        self.left = nn.Sequential(*_normed(inputs, inputs, 3, stride=2, groups=inputs, activation=False), *_normed(inputs, half, 1))
-        self.right = nn.Sequential(*_normed(inputs, half, 1), *_normed(half, half, 3, stride=2, groups=half, activation=False), *_normed(half, half, 1))
+        self.left = nn.Sequential(
+            *_normed(inputs, inputs, 3, stride=2, groups=inputs, activation=False),
+            *_normed(inputs, half, 1)
+        )
+        self.right = nn.Sequential(
+            *_normed(inputs, half, 1),
+            *_normed(half, half, 3, stride=2, groups=half, activation=False),
+            *_normed(half, half, 1)
+        )
         self.shuffle = ChannelShuffle()
 
-    def forward(self, x:Tensor)->Tensor: return self.shuffle(torch.cat([self.left(x), self.right(x)], dim=1))
+    def forward(self, x:Tensor)->Tensor:
+        return self.shuffle(torch.cat([self.left(x), self.right(x)], dim=1))
 
 # %% ../../nbs/training/models.ipynb #279a3629
 def small_shufflenet(
@@ -88,8 +110,11 @@ def small_shufflenet(
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "The small ShuffleNet of paper `global_adapt_v2` (Section 5): 16, 32 and 64 channels, group norm, SELU."
     _check_shape(image_size, channels, classes)
-    return nn.Sequential(*_normed(channels, 16, 3, stride=2 if image_size >= 64 else 1), nn.MaxPool2d(3, stride=2, padding=1),
-                         ShuffleUnit(16, 32), ShuffleUnit(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+    return nn.Sequential(
+        *_normed(channels, 16, 3, stride=2 if image_size >= 64 else 1),
+        nn.MaxPool2d(3, stride=2, padding=1), ShuffleUnit(16, 32), ShuffleUnit(32, 64),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes)
+    )
 
 # %% ../../nbs/training/models.ipynb #ae0fa91d
 def cifar_cnn(
@@ -99,10 +124,15 @@ def cifar_cnn(
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "A small CIFAR network without normalisation: 32, 64 and 128 channels, then 400, 200 and 100 hidden units."
     _check_shape(image_size, channels, classes)
-    block = lambda inputs, outputs: [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    block = lambda inputs, outputs: [
+        nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+    ]
     widths = [128*(image_size//8)**2, 400, 200, 100]
     funnel = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*block(channels, 32), *block(32, 64), *block(64, 128), nn.Flatten(), *funnel, nn.Linear(100, classes))
+    return nn.Sequential(
+        *block(channels, 32), *block(32, 64), *block(64, 128), nn.Flatten(), *funnel,
+        nn.Linear(100, classes)
+    )
 
 # %% ../../nbs/training/models.ipynb #e09d9f0a
 class ResidualBlock(nn.Module):
@@ -113,11 +143,18 @@ class ResidualBlock(nn.Module):
         stride:int=1, # 2 halves the side
     ):
         super().__init__()
-        self.block = nn.Sequential(*_normed(inputs, outputs, 3, stride=stride), *_normed(outputs, outputs, 3, activation=False))
-        self.past = nn.Identity() if inputs == outputs and stride == 1 else nn.Sequential(*_normed(inputs, outputs, 1, stride=stride, activation=False))
+        self.block = nn.Sequential(
+            *_normed(inputs, outputs, 3, stride=stride),
+            *_normed(outputs, outputs, 3, activation=False)
+        )
+        self.past = nn.Identity() if inputs == outputs and stride == 1 else nn.Sequential(
+            *_normed(inputs, outputs, 1, stride=stride, activation=False)
+        )
         self.activation = nn.SELU()
 
-    def forward(self, x:Tensor)->Tensor: return self.activation(self.block(x) + self.past(x)) # (batch, outputs, height/stride, width/stride)
+    # (batch, outputs, height/stride, width/stride)
+    def forward(self, x:Tensor)->Tensor:
+        return self.activation(self.block(x) + self.past(x))
 
 # %% ../../nbs/training/models.ipynb #d216668e
 def small_resnet(
@@ -127,11 +164,15 @@ def small_resnet(
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
     "A small residual network with group norm: 24, 48 and 96 channels."
     _check_shape(image_size, channels, classes)
-    return nn.Sequential(*_normed(channels, 24, 3, stride=2 if image_size >= 64 else 1), ResidualBlock(24, 24), ResidualBlock(24, 48, stride=2), ResidualBlock(48, 96, stride=2),
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, classes))
+    return nn.Sequential(
+        *_normed(channels, 24, 3, stride=2 if image_size >= 64 else 1), ResidualBlock(24, 24),
+        ResidualBlock(24, 48, stride=2), ResidualBlock(48, 96, stride=2), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(96, classes)
+    )
 
 # %% ../../nbs/training/models.ipynb #d3b1c76b
-NF_NETS = {"nf_net_f0": ("dm_nfnet_f0", 192, 256), "nf_net_f1": ("dm_nfnet_f1", 224, 320)} # Name to timm's name and the sides for training and testing, in pixels (Section 5)
+# Name to timm's name and the sides for training and testing, in pixels (Section 5)
+NF_NETS = {"nf_net_f0": ("dm_nfnet_f0", 192, 256), "nf_net_f1": ("dm_nfnet_f1", 224, 320)}
 
 # %% ../../nbs/training/models.ipynb #ff162174
 class Resize(nn.Module):
@@ -145,7 +186,9 @@ class Resize(nn.Module):
 
     def forward(self, images:Tensor)->Tensor: # (batch, channels, side, side)
         side = self.train_side if self.training else self.test_side
-        return interpolate(images, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+        return interpolate(
+            images, size=(side, side), mode="bilinear", align_corners=False, antialias=True
+        )
 
 # %% ../../nbs/training/models.ipynb #240c0459
 def weights_file(
@@ -157,15 +200,27 @@ def weights_file(
 # %% ../../nbs/training/models.ipynb #015caf3d
 def _timm():
     try: import timm
-    except ImportError: raise ImportError("timm must be installed for the NF-Nets, got no module named timm; install the extra with `pip install 'dp-companion[vision]'`") from None
+    except ImportError:
+        raise ImportError(
+            "timm must be installed for the NF-Nets, got no module named timm; install the extra "
+            "with `pip install 'dp-companion[vision]'`"
+        ) from None
     return timm
 
 def _read_weights(path):
     "Every tensor of a safetensors file but the old classifier's: such a file holds no code."
     from safetensors.torch import load_file
     try: weights = load_file(path)
-    except FileNotFoundError: raise FileNotFoundError(f"pre-trained weights must be at {path}, got no such file; put timm's model.safetensors of {path.stem} there, or pass pretrained=False") from None
-    except Exception as error: raise ValueError(f"pre-trained weights must be a safetensors file, got {path} that cannot be read ({type(error).__name__})") from None
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"pre-trained weights must be at {path}, got no such file; put timm's "
+            f"model.safetensors of {path.stem} there, or pass pretrained=False"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"pre-trained weights must be a safetensors file, got {path} that cannot be read "
+            f"({type(error).__name__})"
+        ) from None
     return {name: tensor for name, tensor in weights.items() if not name.startswith("head.fc.")}
 
 # %% ../../nbs/training/models.ipynb #0299408d
@@ -178,13 +233,25 @@ def nf_net(
     trainable:str="classifier", # "classifier" or "all"
 )->nn.Sequential: # Maps images (batch, channels, side, side) of any side to logits (batch, classes)
     "An NF-Net through timm, its classifier initialised anew (paper `global_adapt_v2`, Section 5)."
-    if name not in NF_NETS: raise ValueError(f"name must be one of {', '.join(NF_NETS)}, got name={name!r}")
-    if trainable not in ("classifier", "all"): raise ValueError(f"trainable must be one of 'all', 'classifier', got trainable={trainable!r}")
+    if name not in NF_NETS:
+        raise ValueError(f"name must be one of {', '.join(NF_NETS)}, got name={name!r}")
+    if trainable not in ("classifier", "all"):
+        raise ValueError(
+            f"trainable must be one of 'all', 'classifier', got trainable={trainable!r}"
+        )
     timm_name, *sides = NF_NETS[name]
-    network = _timm().create_model(timm_name, pretrained=False, num_classes=classes, in_chans=channels)
+    network = _timm().create_model(
+        timm_name, pretrained=False, num_classes=classes, in_chans=channels
+    )
     if pretrained:
         missing = network.load_state_dict(_read_weights(weights_file(name)), strict=False)
-        if missing.unexpected_keys or set(missing.missing_keys) != {"head.fc.weight", "head.fc.bias"}: raise ValueError(f"pre-trained weights must be those of {timm_name}, got {weights_file(name)} with other layers")
+        if missing.unexpected_keys or set(missing.missing_keys) != {
+            "head.fc.weight", "head.fc.bias"
+        }:
+            raise ValueError(
+                f"pre-trained weights must be those of {timm_name}, got {weights_file(name)} with "
+                "other layers"
+            )
     network.requires_grad_(trainable == "all").head.fc.requires_grad_(True)
     return nn.Sequential(Resize(*sides), network)
 
@@ -213,23 +280,45 @@ def resnet50(
     "ResNet-50 with group norm, its classifier initialised anew (paper `sad`)."
     from torchvision.models.resnet import Bottleneck, ResNet
     class PlainBottleneck(Bottleneck):
-        def forward(self, x): # torchvision's, without its sum in place, which per-sample hooks cannot follow
+        # torchvision's, without its sum in place, which per-sample hooks cannot follow
+        def forward(self, x):
             out = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
-            return self.relu(self.bn3(self.conv3(out)) + (x if self.downsample is None else self.downsample(x)))
+            return self.relu(
+                self.bn3(self.conv3(out)) + (x if self.downsample is None else self.downsample(x))
+            )
     _check_shape(image_size, channels, classes, 32)
-    network = ResNet(PlainBottleneck, [3, 4, 6, 3], num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
+    network = ResNet(
+        PlainBottleneck, [3, 4, 6, 3], num_classes=classes,
+        norm_layer=lambda width: nn.GroupNorm(32, width)
+    )
     for layer in network.modules(): # nothing in place
-        if isinstance(layer, nn.ReLU): layer.inplace = False
+        if isinstance(layer, nn.ReLU):
+            layer.inplace = False
     if channels != 3: raise ValueError(f"channels must be 3 for resnet50, got channels={channels}")
-    if pretrained: network.load_state_dict({**_resnet_weights(data_root()/"weights"/"resnet50.pth"), **{f"fc.{n}": p for n, p in network.fc.state_dict().items()}})
+    if pretrained:
+        network.load_state_dict({
+            **_resnet_weights(data_root()/"weights"/"resnet50.pth"),
+            **{f"fc.{n}": p for n, p in network.fc.state_dict().items()}
+        })
     return network
 
 def _resnet_weights(path):
     "Torchvision's weights without the classifier and without what batch norm kept of its images."
     try: weights = torch.load(path, weights_only=True)
-    except FileNotFoundError: raise FileNotFoundError(f"pre-trained weights must be at {path}, got no such file; put torchvision's resnet50-*.pth there under that name, or pass pretrained=False") from None
-    except Exception as error: raise ValueError(f"pre-trained weights must be torchvision's of ResNet-50, got {path} that cannot be read ({type(error).__name__})") from None
-    return {name: tensor for name, tensor in weights.items() if not name.startswith("fc.") and "running_" not in name and "num_batches" not in name}
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"pre-trained weights must be at {path}, got no such file; put torchvision's "
+            "resnet50-*.pth there under that name, or pass pretrained=False"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"pre-trained weights must be torchvision's of ResNet-50, got {path} that cannot be "
+            f"read ({type(error).__name__})"
+        ) from None
+    return {
+        name: tensor for name, tensor in weights.items()
+        if not name.startswith("fc.") and "running_" not in name and "num_batches" not in name
+    }
 
 # %% ../../nbs/training/models.ipynb #8223de6e
 HALF_FILTERS, SMALL_FILTERS = (16, 32, 64), (8, 16, 32) # ours, for shorter waits
@@ -257,7 +346,8 @@ def build_model(
     **shape, # Keyword arguments of that model: image_size, channels, classes
 )->nn.Module: # The network, with initial weights that depend on `seed` alone
     "The named network with seeded initial weights; the global random state is left as it was."
-    if name not in MODELS: raise ValueError(f"model must be one of {', '.join(sorted(MODELS))}, got model={name!r}")
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(sorted(MODELS))}, got model={name!r}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name](**shape)

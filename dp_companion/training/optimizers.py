@@ -15,7 +15,11 @@ from torch.optim import lr_scheduler as lrs
 from ..budgets.schedules import _whole
 
 # %% ../../nbs/training/optimizers.ipynb #d413cc15
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop} # Name in a run's description to the class (Table 20)
+# Name in a run's description to the class (Table 20)
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop
+}
 
 # %% ../../nbs/training/optimizers.ipynb #d646e6d2
 def build_optimizer(
@@ -26,9 +30,14 @@ def build_optimizer(
     weight_decay:float=0., # Decoupled for "adamw", an L2 term for the others; >= 0
 )->torch.optim.Optimizer: # With PyTorch's defaults for all else: no momentum for "sgd" and "rmsprop", unless a schedule gives them one
     "The named optimizer."
-    if name not in OPTIMIZERS: raise ValueError(f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got optimizer={name!r}")
-    if not 0 < learning_rate < math.inf: raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
-    if not 0 <= weight_decay < math.inf: raise ValueError(f"weight_decay must be finite and >= 0, got weight_decay={weight_decay}")
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got optimizer={name!r}"
+        )
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be finite and >= 0, got weight_decay={weight_decay}")
     return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay)
 
 # %% ../../nbs/training/optimizers.ipynb #8a32a4a5
@@ -41,9 +50,12 @@ DROP = .1 # PyTorch's default factor of the step, multi-step and plateau schedul
 def _part(steps, fraction): return max(1, round(steps*fraction)) # at least one step
 
 # %% ../../nbs/training/optimizers.ipynb #4dd855da
-def one_cycle(optimizer, learning_rate, steps): # Builders share this signature; `steps` is the length of the run
+# Builders share this signature; `steps` is the length of the run
+def one_cycle(optimizer, learning_rate, steps):
     "Up and down once (Smith and Topin 2018), PyTorch's defaults; momentum, or Adam's first beta, goes from 0.95 to 0.85 and back."
-    return lrs.OneCycleLR(optimizer, max_lr=ONE_CYCLE_RISE*learning_rate, total_steps=steps, div_factor=ONE_CYCLE_RISE)
+    return lrs.OneCycleLR(
+        optimizer, max_lr=ONE_CYCLE_RISE*learning_rate, total_steps=steps, div_factor=ONE_CYCLE_RISE
+    )
 
 def step_drops(optimizer, learning_rate, steps):
     "A tenth, every 30 % of the run."
@@ -77,7 +89,10 @@ def cosine_warm_restarts(optimizer, learning_rate, steps):
 # %% ../../nbs/training/optimizers.ipynb #858db1a9
 def cyclic(optimizer, learning_rate, steps):
     "Triangles between the rate and ten times it; momentum stays as it is."
-    return lrs.CyclicLR(optimizer, base_lr=learning_rate, max_lr=CYCLIC_RISE*learning_rate, step_size_up=_part(steps, .5/CYCLES), cycle_momentum=False)
+    return lrs.CyclicLR(
+        optimizer, base_lr=learning_rate, max_lr=CYCLIC_RISE*learning_rate,
+        step_size_up=_part(steps, .5/CYCLES), cycle_momentum=False
+    )
 
 # %% ../../nbs/training/optimizers.ipynb #491f7348
 class PublicPlateau:
@@ -97,13 +112,16 @@ class PublicPlateau:
         public_loss:float, # Of images that the guarantee does not cover; never of the training images
     ):
         "Take a public loss; reduce when the best is more than `patience` steps old."
-        if public_loss < self.best*(1 - self.threshold): self.best, self.best_step = public_loss, self.seen
+        if public_loss < self.best*(1 - self.threshold):
+            self.best, self.best_step = public_loss, self.seen
         if self.seen - self.best_step > self.patience:
-            for group in self.optimizer.param_groups: group["lr"] *= self.factor
+            for group in self.optimizer.param_groups:
+                group["lr"] *= self.factor
             self.best_step = self.seen
 
     def get_last_lr(self)->list: return [group["lr"] for group in self.optimizer.param_groups]
-    def state_dict(self)->dict: return {name: value for name, value in vars(self).items() if name != "optimizer"}
+    def state_dict(self)->dict:
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
     def load_state_dict(self, state:dict): vars(self).update(state)
 
 # %% ../../nbs/training/optimizers.ipynb #07f6abd0
@@ -126,8 +144,13 @@ def build_lr_scheduler(
     steps:int, # Optimizer steps of the whole run, >= 1
 ): # Has step(), state_dict(), load_state_dict()
     "The named learning-rate scheduler for a run of `steps`."
-    if name not in LR_SCHEDULERS: raise ValueError(f"lr_scheduler must be one of {', '.join(sorted(LR_SCHEDULERS))}, got lr_scheduler={name!r}")
-    if not 0 < learning_rate < math.inf: raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
+    if name not in LR_SCHEDULERS:
+        raise ValueError(
+            f"lr_scheduler must be one of {', '.join(sorted(LR_SCHEDULERS))}, got "
+            f"lr_scheduler={name!r}"
+        )
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
     _whole("steps", steps)
     return LR_SCHEDULERS[name](optimizer, learning_rate, steps)
 
@@ -138,4 +161,5 @@ def observe(
     public_loss:float, # Of the test images, once an epoch
 ):
     "Show a public loss to a scheduler that watches one; any other is left alone."
-    if isinstance(scheduler, PublicPlateau): scheduler.observe(public_loss)
+    if isinstance(scheduler, PublicPlateau):
+        scheduler.observe(public_loss)

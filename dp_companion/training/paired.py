@@ -29,11 +29,23 @@ def spread_says(
     "Whether a difference is beyond the spread of seeds, seed by seed."
     differences = np.subtract(ours, theirs)
     mean, seeds = float(differences.mean()), len(differences)
-    if seeds < 2: return f"on one seed {'above' if mean > 0 else 'below' if mean < 0 else 'level with'}", f"{mean:+.1f}"
-    if np.allclose(differences, mean, rtol=1e-4): return "not told apart from", f"{mean:+.1f} ± unknown" # The same on all seeds, up to the rounding of an accuracy
+    if seeds < 2:
+        return (
+            f"on one seed {'above' if mean > 0 else 'below' if mean < 0 else 'level with'}",
+            f"{mean:+.1f}"
+        )
+    # The same on all seeds, up to the rounding of an accuracy
+    if np.allclose(differences, mean, rtol=1e-4):
+        return "not told apart from", f"{mean:+.1f} ± unknown"
     half = float(t.ppf(1 - .025/among, seeds - 1)*differences.std(ddof=1)/math.sqrt(seeds))
-    digits = next((d for d in range(1, 6) if abs(mean) <= half or round(abs(mean), d) > round(half, d)), 6) # in which a decided difference looks decided
-    return "above" if mean > half else "below" if mean < -half else "not told apart from", f"{mean:+.{digits}f} ± {half:.{digits}f}"
+    # in which a decided difference looks decided
+    digits = next(
+        (d for d in range(1, 6) if abs(mean) <= half or round(abs(mean), d) > round(half, d)), 6
+    )
+    return (
+        "above" if mean > half else "below" if mean < -half else "not told apart from",
+        f"{mean:+.{digits}f} ± {half:.{digits}f}"
+    )
 
 # %% ../../nbs/training/paired.ipynb #297719fc
 def counted(
@@ -68,11 +80,19 @@ def best_of_others(
     value, # RunRecord -> float
 )->str|None: # A name, None where there is no other
     "Which other cell has the highest mean over seeds."
-    means = {other: np.mean([value(r) for r in rows]) for other, rows in cells.items() if rows and other != name}
+    means = {
+        other: np.mean([value(r) for r in rows]) for other, rows in cells.items()
+        if rows and other != name
+    }
     return max(means, key=means.get, default=None)
 
 # %% ../../nbs/training/paired.ipynb #e0e26ffa
-LEAST = {"above": "does not hold", "on one seed above": "does not hold on one seed", "not told apart from": "open", "on one seed level with": "open on one seed", "on one seed below": "holds on one seed", "below": "holds"} # the worst first
+# the worst first
+LEAST = {
+    "above": "does not hold", "on one seed above": "does not hold on one seed",
+    "not told apart from": "open", "on one seed level with": "open on one seed",
+    "on one seed below": "holds on one seed", "below": "holds"
+}
 
 def above_one_of(
     ours:list, # RunRecords of one cell of a table
@@ -91,8 +111,14 @@ def least(
 )->tuple[str,list]: # What is to be said of that, "" where there is nothing to compare; and the names of those that it is above
     "Whether one cell lies below all others, as far as seeds can tell: the worst that it is against one of them, and open while one was not run."
     others = {other: rows for other, rows in cells.items() if other != name}
-    verdicts = {other: above_one_of(cells[name], rows, value, sum(map(bool, others.values())))[0] for other, rows in others.items()}
+    verdicts = {
+        other: above_one_of(cells[name], rows, value, sum(map(bool, others.values())))[0]
+        for other, rows in others.items()
+    }
     ran = {other: verdict for other, verdict in verdicts.items() if verdict}
     if not ran: return "", []
-    said, missing = LEAST[min(ran.values(), key=list(LEAST).index)], [other for other in verdicts if other not in ran]
-    return f"open, without runs of {listed(missing)}" if missing and said.startswith("holds") else said, [other for other, verdict in ran.items() if verdict.endswith("above")]
+    said = LEAST[min(ran.values(), key=list(LEAST).index)]
+    missing = [other for other in verdicts if other not in ran]
+    return f"open, without runs of {listed(missing)}" if missing and said.startswith(
+        "holds"
+    ) else said, [other for other, verdict in ran.items() if verdict.endswith("above")]
