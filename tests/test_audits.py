@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from scipy import special, stats
 
 from dp_companion.papers.audited_claims import HEADLINES
-from dp_companion.audits.bounds import (Finding, epsilon_to_mu, finding_from_scores, gaussian_errors_bound, gaussian_ranks_bound, gaussian_rates_bound, mu_to_epsilon,
-                                        one_run_bound, one_run_gaussian_bound, one_run_p_value, rate_upper, rates_bound, share_moments)
+from dp_companion.audits.bounds import (Finding, epsilon_to_mu, finding_from_scores, _gaussian_errors_bound, _gaussian_ranks_bound, _gaussian_rates_bound, mu_to_epsilon,
+                                        one_run_bound, _one_run_gaussian_bound, _one_run_p_value, _rate_upper, rates_bound, _share_moments)
 from dp_companion.budgets.certified import budget_report, calibrate, certify
 from dp_companion.budgets.events import MechanismEvent, gaussian_events
 from dp_companion.budgets.schedules import PoissonPlan, StepDecay
@@ -47,14 +47,14 @@ def test_one_run_p_value_is_the_brute_force_sum(r, v, abstained, epsilon, delta)
     v, m, q = min(v, r), r + abstained, 1/(1 + math.exp(-epsilon))
     pmf = [math.comb(r, i)*q**i*(1 - q)**(r - i) for i in range(r + 1)]
     worst = max([math.fsum(pmf[v - i:v])/i for i in range(1, v + 1)], default=0)
-    assert math.isclose(one_run_p_value(epsilon, m, r, v, delta=delta), min(math.fsum(pmf[v:]) + 2*m*delta*worst, 1), rel_tol=1e-7, abs_tol=1e-12)
+    assert math.isclose(_one_run_p_value(epsilon, m, r, v, delta=delta), min(math.fsum(pmf[v:]) + 2*m*delta*worst, 1), rel_tol=1e-7, abs_tol=1e-12)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 300), st.floats(.5, .999))
 def test_rate_upper_inverts_the_binomial(N, k, confidence):
     k = min(k, N)
-    p = rate_upper(k, N, confidence=confidence)
+    p = _rate_upper(k, N, confidence=confidence)
     assert p == 1 if k == N else math.isclose(stats.binom.cdf(k, N, p), 1 - confidence, rel_tol=1e-6)
 
 
@@ -62,7 +62,7 @@ def test_rate_upper_inverts_the_binomial(N, k, confidence):
 def test_gaussian_bounds_hold_and_are_near(target):
     rng, mu, N = np.random.default_rng(0), epsilon_to_mu(target, delta=DELTA), 10_000
     fp, fn = rng.binomial(N, special.ndtr(-mu/2), (2, 4000))
-    for bound in (gaussian_rates_bound(fp, N, fn, N, confidence=.95), gaussian_errors_bound(fp + fn, 2*N, confidence=.95)):
+    for bound in (_gaussian_rates_bound(fp, N, fn, N, confidence=.95), _gaussian_errors_bound(fp + fn, 2*N, confidence=.95)):
         assert (bound <= mu).mean() >= .95 - 3*math.sqrt(.05*.95/4000)
         assert mu_to_epsilon(np.median(bound), delta=DELTA) > (.25 if target < 1 else .75)*target
     assert (rates_bound(fp, N, fn, N, delta=DELTA, confidence=.95) <= target).all()
@@ -84,11 +84,11 @@ def test_split_and_named_thresholds_do_not_cheat():
 def test_ranks_see_order_alone_and_count_ties_against_the_attack():
     rng = np.random.default_rng(3)
     out, into = rng.standard_normal(300), rng.standard_normal(300) + 1
-    bound = gaussian_ranks_bound(out, into, confidence=.95)
-    assert 0 < bound < 1.3 and bound == gaussian_ranks_bound(np.exp(out), np.exp(into), confidence=.95)
-    assert gaussian_ranks_bound(into, out, confidence=.95) == 0
-    assert gaussian_ranks_bound(np.floor(out), np.floor(into), confidence=.95) < bound
-    share, (mean, spread) = (into[:, None] > out).mean(), share_moments(bound, 300, 300)
+    bound = _gaussian_ranks_bound(out, into, confidence=.95)
+    assert 0 < bound < 1.3 and bound == _gaussian_ranks_bound(np.exp(out), np.exp(into), confidence=.95)
+    assert _gaussian_ranks_bound(into, out, confidence=.95) == 0
+    assert _gaussian_ranks_bound(np.floor(out), np.floor(into), confidence=.95) < bound
+    share, (mean, spread) = (into[:, None] > out).mean(), _share_moments(bound, 300, 300)
     assert math.isclose(mean + stats.norm.ppf(.95)*spread, share, rel_tol=1e-9)
 
 
@@ -100,7 +100,7 @@ def test_findings_do_not_depend_on_the_scale_of_scores():
 
 
 def test_one_run_bounds_are_monotone_and_finite():
-    for bound in (one_run_bound, one_run_gaussian_bound):
+    for bound in (one_run_bound, _one_run_gaussian_bound):
         values = [bound(500, 50, v, delta=DELTA) for v in range(0, 51, 5)]
         assert (np.diff(values) >= -1e-9).all() and values[0] == 0 and 1 < values[-1] < 50
 
@@ -161,8 +161,8 @@ def test_a_draw_costs_at_most_fifteen_ordinary_steps(name):
     "Then the six audits of the next test take 3 minutes of two cores where an ordinary step takes 0.2 ms of one."
     import torch
     from bench.private_step import ordinary
-    audit, batch = canaries.CanaryStep(rule_named(name)), 1 + canaries.BYSTANDERS
-    plain = ordinary(canaries.Directions(), torch.ones(batch, sum(canaries.LAYERS)), torch.zeros(batch, dtype=torch.long))
+    audit, batch = canaries._CanaryStep(rule_named(name)), 1 + canaries._BYSTANDERS
+    plain = ordinary(canaries.Directions(), torch.ones(batch, sum(canaries._LAYERS)), torch.zeros(batch, dtype=torch.long))
     works, times = (lambda: audit(True, 1.), plain), ([], [])
     for _ in range(9):
         for work, found in zip(works, times):

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from dp_companion.algorithms.noise import GaussianNoise
-from dp_companion.training.datasets import data_root, load_dataset, load_ham10000, where
+from dp_companion.training.datasets import data_root, load_dataset, _load_ham10000, where
 from dp_companion.papers.sad.grid import sad_profile, sad_values
-from dp_companion.training.ham10000 import CLASSES, COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out, nonprivate_leak, read_metadata, split_ham10000
+from dp_companion.training.ham10000 import CLASSES, _COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out, _nonprivate_leak, _read_metadata, split_ham10000
 from dp_companion.training.image_folders import cache_root, decoded
-from dp_companion.training.imbalance import imbalance_metrics, noisy_class_counts, public_class_weights
+from dp_companion.training.imbalance import _imbalance_metrics, noisy_class_counts, public_class_weights
 from dp_companion.training.planning import budget_report
 from dp_companion.training.records import RunSpec
 
@@ -37,7 +37,7 @@ def write(folder, *, images_in=("HAM10000_images",), table="HAM10000_metadata.cs
     for n, r in enumerate(order):
         Image.new("RGB", size, (n, 128, 255 - n)).convert(mode).save(folder/images_in[n % len(images_in)]/f"ISIC_{n:07d}{suffix}", format="JPEG", quality=95)
         lines.append([rows[r][0], f"ISIC_{n:07d}", rows[r][1], "histo", "50.0", "male", "back"])
-    with (folder/table).open("w", newline="") as file: csv.writer(file).writerows([COLUMNS, *lines])
+    with (folder/table).open("w", newline="") as file: csv.writer(file).writerows([_COLUMNS, *lines])
     return folder
 
 
@@ -84,7 +84,7 @@ def test_other_colour_spaces_become_rgb(tmp_path, mode):
 def test_table_may_hold_quotes_commas_and_empty_ages(tmp_path):
     folder = write(tmp_path/"HAM10000", lesions=5)
     rewrite(folder, lambda rows: [row.__setitem__(slice(4, 7), ["", "unknown", 'back, "upper"']) for row in rows[1:9]])
-    assert len(read_metadata(folder)["labels"]) == len(ham10000_reader(8)(folder)["labels"])
+    assert len(_read_metadata(folder)["labels"]) == len(ham10000_reader(8)(folder)["labels"])
 
 
 FAULTS = {
@@ -144,8 +144,8 @@ def test_cache_follows_names_sizes_and_times(tmp_path):
     Image.new("RGB", (40, 30), (0, 255, 0)).save(folder/"HAM10000_images"/"ISIC_0000000.jpg")
     assert decoded(folder, ham10000_reader(8))["images"][0, ..., 1].min() > 250
     other = next(dx for dx in DX if dx != DX[before["labels"][0]])
-    lesion = read_metadata(folder)["units"][0]
-    rewrite(folder, lambda rows: [row.__setitem__(2, other) for row, unit in zip(rows[1:], read_metadata(folder)["units"]) if unit == lesion])
+    lesion = _read_metadata(folder)["units"][0]
+    rewrite(folder, lambda rows: [row.__setitem__(2, other) for row, unit in zip(rows[1:], _read_metadata(folder)["units"]) if unit == lesion])
     assert DX[decoded(folder, ham10000_reader(8))["labels"][0]] == other
 
 
@@ -153,14 +153,14 @@ def test_nothing_is_written_beside_the_data(tmp_path):
     folder = write(tmp_path/"data"/"HAM10000", lesions=5)
     listing = lambda: sorted((p, p.stat().st_mtime_ns) for p in [folder.parent, *folder.parent.rglob("*")])
     before = listing()
-    load_ham10000(folder.parent, side=8)
+    _load_ham10000(folder.parent, side=8)
     assert listing() == before
 
 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch):
     (tmp_path/"file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"file"))
-    assert len(load_ham10000(write(tmp_path/"data"/"HAM10000", lesions=5).parent, side=8).train_labels)
+    assert len(_load_ham10000(write(tmp_path/"data"/"HAM10000", lesions=5).parent, side=8).train_labels)
 
 
 # ---- the split
@@ -172,7 +172,7 @@ def test_split_by_lesion(seed):
     units = np.repeat(np.arange(400), draw.integers(1, 7, 400))
     labels = of_lesion[units]
     test = held_out(labels, units)
-    assert not set(units[test]) & set(units[~test]) and not nonprivate_leak(units, test).any()
+    assert not set(units[test]) & set(units[~test]) and not _nonprivate_leak(units, test).any()
     assert len(set(units[test])) == 80
     for k in range(7): assert abs(len(set(units[test & (labels == k)])) - (of_lesion == k).sum()/5) < 1
     order = draw.permutation(len(units))
@@ -184,18 +184,18 @@ def test_split_by_lesion(seed):
 
 def test_leak_by_enumeration():
     units, test = np.array([0, 0, 1, 2, 2, 2, 3, 3]), np.array([1, 0, 1, 1, 1, 0, 1, 1], dtype=bool)
-    assert nonprivate_leak(units, test).tolist() == [True, False, False, True, True, False, False, False]
+    assert _nonprivate_leak(units, test).tolist() == [True, False, False, True, True, False, False, False]
 
 
 def test_too_few_lesions_is_a_sentence(tmp_path):
     folder = write(tmp_path/"HAM10000", lesions=4, classes=["nv", "vasc"])
-    with pytest.raises(ValueError, match="every class must have 5 lesions or more, so that a fifth can be held out, got 4 of nv"): load_ham10000(tmp_path, side=8)
+    with pytest.raises(ValueError, match="every class must have 5 lesions or more, so that a fifth can be held out, got 4 of nv"): _load_ham10000(tmp_path, side=8)
     assert len(split_ham10000(decoded(folder, ham10000_reader(8)), by="image")["test_labels"]) == 3
 
 
 def test_dataset_carries_the_lesions(tmp_path):
     write(tmp_path/"HAM10000", lesions=5, classes=["akiec", "nv", "mel"])
-    data = load_ham10000(tmp_path, side=8)
+    data = _load_ham10000(tmp_path, side=8)
     assert len(data.train_units) == len(data.train_labels) == len(data.train_images) and data.classes == 7
     assert data.class_names[4] == "melanocytic nevi" and set(data.train_labels.tolist()) == {0, 4, 5}
     of = defaultdict(set)
@@ -208,7 +208,7 @@ def test_dataset_carries_the_lesions(tmp_path):
 @pytest.mark.parametrize("most", [1, 2])
 def test_few_images_of_a_lesion(tmp_path, most):
     write(tmp_path/"HAM10000", lesions=5, classes=["akiec", "nv", "mel"])
-    every, few = load_ham10000(tmp_path, side=8), load_ham10000(tmp_path, side=8, most=most)
+    every, few = _load_ham10000(tmp_path, side=8), _load_ham10000(tmp_path, side=8, most=most)
     times = Counter(every.train_units.tolist())
     assert max(times.values()) > 1 and Counter(few.train_units.tolist()) == {unit: min(n, most) for unit, n in times.items()}
     assert torch.equal(few.test_labels, every.test_labels) and "at most" in few.source and "at most" not in every.source
@@ -228,10 +228,10 @@ def test_unit_of_a_run(tmp_path):
 
 def test_metrics_by_hand():
     labels, predictions = torch.tensor([4, 4, 4, 4, 0, 0, 5, 6]), torch.tensor([4, 4, 4, 0, 0, 4, 4, 6])
-    found = imbalance_metrics(torch.nn.functional.one_hot(predictions, 7).double(), labels, class_names=DX)
+    found = _imbalance_metrics(torch.nn.functional.one_hot(predictions, 7).double(), labels, class_names=DX)
     assert found == {"accuracy": 5/8, "balanced_accuracy": pytest.approx((3/4 + 1/2 + 0 + 1)/4), "matthews": pytest.approx((5*8 - (4*5 + 2*2 + 1))/((64 - 25 - 4 - 1)*(64 - 16 - 4 - 2))**.5),
                      "accuracy_majority": 3/4, "accuracy_minority": 2/4, "accuracy_group_akiec": 1/2, "accuracy_group_nv": 3/4, "accuracy_group_mel": 0, "accuracy_group_vasc": 1}
-    other = imbalance_metrics(torch.nn.functional.one_hot(predictions, 7).double(), labels, majority=0)
+    other = _imbalance_metrics(torch.nn.functional.one_hot(predictions, 7).double(), labels, majority=0)
     assert (other["accuracy_majority"], other["accuracy_minority"]) == (1/2, 4/6)
 
 
@@ -241,7 +241,7 @@ def test_matthews_of_two_classes_is_the_correlation(seed):
     draw = torch.Generator().manual_seed(seed)
     labels, logits = (torch.rand(500, generator=draw) < .2).long(), torch.randn(500, 2, generator=draw)
     logits[:, 1] += labels - .5
-    found = imbalance_metrics(logits, labels, majority=0)
+    found = _imbalance_metrics(logits, labels, majority=0)
     np.testing.assert_allclose(found["matthews"], np.corrcoef(labels, logits.argmax(1))[0, 1], rtol=1e-9)
     np.testing.assert_allclose(found["balanced_accuracy"], (found["accuracy_majority"] + found["accuracy_minority"])/2, rtol=1e-12)
 
@@ -270,12 +270,12 @@ def test_noisy_counts_say_what_they_cost():
 def test_real_table():
     with (data_root()/"HAM10000"/"HAM10000_metadata.csv").open() as file: rows = list(csv.DictReader(file))
     assert Counter(row["dx"] for row in rows) == PUBLISHED_COUNTS
-    table = read_metadata(data_root()/"HAM10000")
+    table = _read_metadata(data_root()/"HAM10000")
     for by in ("lesion", "image"):
         test = held_out(table["labels"], table["units"], by=by)
         trained = {row["lesion_id"] for row, out in zip(rows, test) if not out}
         leaks = sum(row["lesion_id"] in trained for row, out in zip(rows, test) if out)
-        assert leaks == nonprivate_leak(table["units"], test).sum() and (leaks == 0) == (by == "lesion")
+        assert leaks == _nonprivate_leak(table["units"], test).sum() and (leaks == 0) == (by == "lesion")
         print(f"by {by}: {leaks} of {test.sum()} test images")
 
 

@@ -25,8 +25,8 @@ from dp_companion.algorithms.clipping import clip_rule
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.published import load
 from dp_companion.training import datasets, image_folders, melt_pools, models
-from dp_companion.training.datasets import load_cifar, load_dataset, load_image_folder, load_unbalanced_digits, thinned, where
-from dp_companion.training.fairness import fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
+from dp_companion.training.datasets import _load_cifar, load_dataset, _load_image_folder, _load_unbalanced_digits, _thinned, where
+from dp_companion.training.fairness import _fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
 from dp_companion.papers.global_adapt_v2.grid import PROFILES, method_values, profile_named
 from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
 from dp_companion.training.losses import build_loss, focal_loss
@@ -91,7 +91,7 @@ def test_published_gaps_follow_from_the_published_group_accuracies():
 def test_auc_ignores_the_scale_of_two_class_logits_and_groups_average_to_accuracy(classes, seed):
     draw = torch.Generator().manual_seed(seed)
     labels, logits = torch.arange(60) % classes, torch.randn(60, classes, generator=draw)
-    metrics = fairness_metrics(logits, labels)
+    metrics = _fairness_metrics(logits, labels)
     weighted = sum(share*(labels == m).double().mean().item() for m, share in group_accuracies(logits.argmax(1), labels).items())
     assert metrics["accuracy"] == pytest.approx(weighted) and 0 <= metrics["auc"] <= 1
     if classes == 2: assert macro_roc_auc(logits/7, labels) == pytest.approx(metrics["auc"], abs=1e-9)
@@ -101,7 +101,7 @@ def test_auc_ignores_the_scale_of_two_class_logits_and_groups_average_to_accurac
 def test_fairness_of_a_data_set_uses_its_class_names():
     data = load_dataset("synthetic_melt_pool_small")
     logits = build_model("small_shufflenet", seed=0, image_size=24)(data.test_images)
-    assert list(fairness_metrics(logits.detach(), data.test_labels, data.class_names)) == ["accuracy", "auc", "accuracy_group_nonporous", "accuracy_group_porous"]
+    assert list(_fairness_metrics(logits.detach(), data.test_labels, data.class_names)) == ["accuracy", "auc", "accuracy_group_nonporous", "accuracy_group_porous"]
 
 
 # Data sets
@@ -120,18 +120,18 @@ def pixels(): return np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), d
 def test_an_image_folder_is_decoded_once_and_again_after_a_change(tmp_path, pixels, monkeypatch):
     folder, read = write_images(tmp_path/"pets", pixels), []
     monkeypatch.setattr(image_folders, "_pixels", lambda path, real=image_folders._pixels: read.append(path) or real(path))
-    first = load_image_folder(folder, name="pets", source="made here")
-    load_image_folder(folder, name="pets", source="made here")
+    first = _load_image_folder(folder, name="pets", source="made here")
+    _load_image_folder(folder, name="pets", source="made here")
     assert len(read) == 4
     Image.fromarray(pixels[3]).save(folder/"train"/"cat"/"1.png")
-    assert len(load_image_folder(folder, name="pets", source="made here").train_labels) == 3 and len(read) == 9
+    assert len(_load_image_folder(folder, name="pets", source="made here").train_labels) == 3 and len(read) == 9
     assert len(first.train_labels) == 2
 
 
 def test_two_folders_with_one_listing_do_not_share_a_cache(tmp_path, pixels):
     a, b = write_images(tmp_path/"a"/"pets", pixels, "png"), write_images(tmp_path/"b"/"pets", pixels[::-1], "png")
     for p in [*a.rglob("*.png"), *b.rglob("*.png")]: os.utime(p, ns=(1, 1))
-    assert not torch.equal(*(load_image_folder(f, name="pets", source="").train_images for f in (a, b)))
+    assert not torch.equal(*(_load_image_folder(f, name="pets", source="").train_images for f in (a, b)))
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, pixels, monkeypatch):
@@ -144,14 +144,14 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, pixels, monkey
 def test_a_killed_writer_leaves_no_half_cache(tmp_path, pixels, monkeypatch):
     folder = write_images(tmp_path/"pets", pixels)
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt): load_image_folder(folder, name="pets", source="")
+    with pytest.raises(KeyboardInterrupt): _load_image_folder(folder, name="pets", source="")
     assert not list((tmp_path/"cache").rglob("*.*"))
 
 
 def test_a_reencoded_cifar_says_so_and_a_lossless_one_does_not(tmp_path, pixels):
     write_images(tmp_path/"cifar10", pixels, "jpg"); write_images(tmp_path/"cifar100", pixels, "png")
-    assert "re-encoded as JPEG" in load_cifar(tmp_path, classes=10).source
-    assert "re-encoded" not in load_cifar(tmp_path, classes=100).source
+    assert "re-encoded as JPEG" in _load_cifar(tmp_path, classes=10).source
+    assert "re-encoded" not in _load_cifar(tmp_path, classes=100).source
 
 
 def small_cifar(tmp_path, monkeypatch, pixels):
@@ -167,13 +167,13 @@ def small_cifar(tmp_path, monkeypatch, pixels):
         for name, content in files.items():
             entry = tarfile.TarInfo(f"{CIFAR10.base_folder}/{name}"); entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
-    monkeypatch.setitem(datasets.ARCHIVE_SHA256, CIFAR10.filename, hashlib.sha256(archive.read_bytes()).hexdigest())
+    monkeypatch.setitem(datasets._ARCHIVE_SHA256, CIFAR10.filename, hashlib.sha256(archive.read_bytes()).hexdigest())
     return tmp_path/CIFAR10.base_folder
 
 
 def test_original_batches_are_read_through_torchvision(tmp_path, monkeypatch, pixels):
     folder = small_cifar(tmp_path, monkeypatch, pixels)
-    data = load_cifar(tmp_path, classes=10)
+    data = _load_cifar(tmp_path, classes=10)
     assert folder.is_dir() and data.train_images.shape == (3, 3, 32, 32) and data.train_labels.tolist() == [0, 1, 2] and data.class_names == tuple("abcdefghij")
     scale = (data.test_images[0]*torch.tensor(datasets.RGB_STD)[:, None, None] + torch.tensor(datasets.RGB_MEAN)[:, None, None])*255
     np.testing.assert_allclose(scale.permute(1, 2, 0), pixels[3], atol=1e-3)
@@ -188,10 +188,10 @@ def test_original_batches_are_read_through_torchvision(tmp_path, monkeypatch, pi
 ])
 def test_damaged_batches_are_not_unpickled(tmp_path, monkeypatch, pixels, damage, sentence):
     folder = small_cifar(tmp_path, monkeypatch, pixels)
-    load_cifar(tmp_path, classes=10)
+    _load_cifar(tmp_path, classes=10)
     damage(folder)
     monkeypatch.setattr(pickle, "load", lambda *a, **k: pytest.fail("a damaged pickle was opened"))
-    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error: load_cifar(tmp_path, classes=10)
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence) as error: _load_cifar(tmp_path, classes=10)
     assert "\n" not in str(error.value)
 
 
@@ -206,21 +206,21 @@ def test_two_that_want_one_archive_take_turns(tmp_path, monkeypatch, pixels):
 
 def test_an_archive_with_another_sum_is_not_unpacked(tmp_path):
     (tmp_path/"cifar-100-python.tar.gz").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="must have the published SHA-256 85cd44d0"): load_cifar(tmp_path, classes=100)
+    with pytest.raises(ValueError, match="must have the published SHA-256 85cd44d0"): _load_cifar(tmp_path, classes=100)
     assert [p.name for p in tmp_path.iterdir()] == ["cifar-100-python.tar.gz"]
 
 
 @pytest.mark.parametrize("group,share", [(8, .01), (3, .05)])
 def test_thinning_keeps_its_share_on_average(group, share):
     digits = load_dataset("digits")
-    counts = [int((thinned(digits, name="x", group=group, share=share, seed=s).train_labels == group).sum()) for s in range(300)]
+    counts = [int((_thinned(digits, name="x", group=group, share=share, seed=s).train_labels == group).sum()) for s in range(300)]
     n, others = (digits.train_labels == group).sum().item(), (digits.train_labels != group).sum().item()
     expected = others*share/(1 - share)
     assert np.mean(counts) == pytest.approx(expected, abs=4*math.sqrt(expected*(1 - expected/n)/300))
 
 
 def test_thinned_digits_are_the_same_on_every_machine():
-    data = load_unbalanced_digits()
+    data = _load_unbalanced_digits()
     assert len(data.train_labels) == 1307 and int((data.train_labels == 8).sum()) == 9 # the draw of seed 0: numpy keeps this stream
 
 
@@ -228,7 +228,7 @@ def write_wall(folder, table):
     folder.mkdir(parents=True)
     draw, stems = np.random.default_rng(0), ["t0p5_x0_y1p5_z0p51_layer1", "t1_x2p25_y-1p5_z0p51_layer1"]
     for k, stem in enumerate(stems):
-        np.savetxt(folder/f"{stem}.csv", melt_pools.melt_pool(bool(k), draw, shape=melt_pools.FRAME_SHAPE, wander=40.), fmt="%.0f", delimiter=",")
+        np.savetxt(folder/f"{stem}.csv", melt_pools._melt_pool(bool(k), draw, shape=melt_pools._FRAME_SHAPE, wander=40.), fmt="%.0f", delimiter=",")
     (folder/"labels.csv").write_text(table.format(*stems))
     return folder
 
@@ -245,7 +245,7 @@ def test_thinwall_is_loaded_split_and_kept(tmp_path):
     data = load_dataset("thinwall", tmp_path)
     assert len(data.train_labels) + len(data.test_labels) == 2 and data.class_names == ("nonporous", "porous") and "SYNTHETIC" not in data.source
     assert list((tmp_path/"cache").rglob("Thinwall-*.pt"))
-    assert data.train_images.max()*datasets.KELVINS + melt_pools.MELTING > melt_pools.MELTING
+    assert data.train_images.max()*datasets._KELVINS + melt_pools.MELTING > melt_pools.MELTING
 
 
 @pytest.mark.parametrize("table,sentence", [("frame,porous\n{0},0\n", "without a row"), ("frame,porous\n{0},1\n{1},maybe\n", "porous must say of every frame porous or not, or the pore's size in mm, got 'maybe' in line 3 of"), ("frame,weather\n{0},1\n{1},0\n", "must have a column with porous or not"),
@@ -329,7 +329,7 @@ def test_nf_net_with_timm(tmp_path, monkeypatch):
     from safetensors.torch import save_file
     monkeypatch.setenv("DP_COMPANION_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="pre-trained weights must be at"): build_model("nf_net_f0", seed=0)
-    reference, path = timm.create_model("dm_nfnet_f0", num_classes=3), models.weights_file("nf_net_f0")
+    reference, path = timm.create_model("dm_nfnet_f0", num_classes=3), models._weights_file("nf_net_f0")
     path.parent.mkdir(); save_file(reference.state_dict(), path)
     model = build_model("nf_net_f0", seed=0, classes=5)
     assert torch.equal(model[1].stem.conv1.weight, reference.stem.conv1.weight)
@@ -433,11 +433,11 @@ def test_only_the_plateau_hears_the_public_loss():
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty"])
 def test_an_mnist_that_is_not_the_published_one_is_refused(tmp_path, damage):
-    from dp_companion.training.datasets import MNIST_SHA256, load_mnist
+    from dp_companion.training.datasets import _MNIST_SHA256, _load_mnist
     raw = tmp_path/"MNIST"/"raw"
     raw.mkdir(parents=True)
-    for name in MNIST_SHA256: (raw/name).write_bytes({"flipped": bytes(1000), "cut": b"\0\0", "empty": b""}[damage])
-    with pytest.raises(ValueError, match="MNIST must have the published SHA-256, got another file at .*train-images-idx3-ubyte"): load_mnist(tmp_path)
+    for name in _MNIST_SHA256: (raw/name).write_bytes({"flipped": bytes(1000), "cut": b"\0\0", "empty": b""}[damage])
+    with pytest.raises(ValueError, match="MNIST must have the published SHA-256, got another file at .*train-images-idx3-ubyte"): _load_mnist(tmp_path)
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
