@@ -28,16 +28,17 @@ def _mnist_cnn(
     channels:int=1, # Channels of the image
     classes:int=10, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
-    "The MNIST network of paper `global_adapt_v2` (Section 5), kernels and hidden units in proportion to the image."
+    "The MNIST network of paper `global_adapt_v2` (Section 5), in proportion to the image."
     _check_shape(image_size, channels, classes)
     kernel, padding = (5, 0) if image_size >= 28 else (3, 1)
-    shrink = lambda side: (side + 2*padding - kernel + 1)//2
+    def shrink(side): return (side + 2*padding - kernel + 1)//2
     features = 50*shrink(shrink(image_size))**2
     hidden = features*500//800
     return nn.Sequential(
         nn.Conv2d(channels, 20, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(20, 50, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+        nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+    )
 
 # %% ../../nbs/training/models.ipynb #98f38602
 def _unbalanced_mnist_cnn(
@@ -45,12 +46,11 @@ def _unbalanced_mnist_cnn(
     channels:int=1, # Channels of the image
     classes:int=10, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
-    "The unbalanced-MNIST network of paper `global_adapt_v2` (Section 5): 16 and 32 channels, instance norm, SELU."
+    "The unbalanced-MNIST network of paper `global_adapt_v2` (Section 5)."
     _check_shape(image_size, channels, classes)
-    block = lambda inputs, outputs: [
-        nn.Conv2d(inputs, outputs, 3, padding=1), nn.InstanceNorm2d(outputs, affine=True),
-        nn.MaxPool2d(2), nn.SELU()
-    ]
+    def block(inputs, outputs):
+        norm = nn.InstanceNorm2d(outputs, affine=True)
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), norm, nn.MaxPool2d(2), nn.SELU()]
     return nn.Sequential(
         *block(channels, 16), *block(16, 32), nn.Flatten(),
         nn.Linear(32*(image_size//4)**2, classes)
@@ -106,7 +106,7 @@ def _small_shufflenet(
     channels:int=1, # Channels of the image
     classes:int=2, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
-    "The small ShuffleNet of paper `global_adapt_v2` (Section 5): 16, 32 and 64 channels, group norm, SELU."
+    "The small ShuffleNet of paper `global_adapt_v2` (Section 5)."
     _check_shape(image_size, channels, classes)
     return nn.Sequential(
         *_normed(channels, 16, 3, stride=2 if image_size >= 64 else 1),
@@ -120,11 +120,10 @@ def _cifar_cnn(
     channels:int=3, # Channels of the image
     classes:int=10, # Number of classes
 )->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
-    "A small CIFAR network without normalisation: 32, 64 and 128 channels, then 400, 200 and 100 hidden units."
+    "A small CIFAR network without normalisation."
     _check_shape(image_size, channels, classes)
-    block = lambda inputs, outputs: [
-        nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
-    ]
+    def block(inputs, outputs):
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     widths = [128*(image_size//8)**2, 400, 200, 100]
     funnel = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(
@@ -134,24 +133,21 @@ def _cifar_cnn(
 
 # %% ../../nbs/training/models.ipynb #e09d9f0a
 class _ResidualBlock(nn.Module):
-    "Two 3×3 convolutions with group norm, and a way past them (He et al. 2016)."
+    "Two 3×3 convolutions with group norm, and a shortcut (He et al. 2016)."
     def __init__(self,
         inputs:int, # Channels that come in
         outputs:int, # Channels that go out
         stride:int=1, # 2 halves the side
     ):
         super().__init__()
-        self.block = nn.Sequential(
-            *_normed(inputs, outputs, 3, stride=stride),
-            *_normed(outputs, outputs, 3, activation=False)
-        )
-        self.past = nn.Identity() if inputs == outputs and stride == 1 else nn.Sequential(
-            *_normed(inputs, outputs, 1, stride=stride, activation=False)
-        )
+        first = _normed(inputs, outputs, 3, stride=stride)
+        self.block = nn.Sequential(*first, *_normed(outputs, outputs, 3, activation=False))
+        self.past = nn.Identity()
+        if inputs != outputs or stride != 1:
+            self.past = nn.Sequential(*_normed(inputs, outputs, 1, stride=stride, activation=False))
         self.activation = nn.SELU()
 
-    # (batch, outputs, height/stride, width/stride)
-    def forward(self, x:Tensor)->Tensor:
+    def forward(self, x:Tensor)->Tensor: # (batch, outputs, height/stride, width/stride)
         return self.activation(self.block(x) + self.past(x))
 
 # %% ../../nbs/training/models.ipynb #d216668e
@@ -190,7 +186,7 @@ class _Resize(nn.Module):
 
 # %% ../../nbs/training/models.ipynb #240c0459
 def _weights_file(
-    name:str, # A key of `NF_NETS`
+    name:str, # nf_net_f0 or nf_net_f1
 )->Path: # It may not exist
     "Where the pre-trained weights of an NF-Net are looked for."
     return data_root()/"weights"/f"{_NF_NETS[name][0]}.safetensors"
@@ -206,7 +202,7 @@ def _timm():
     return timm
 
 def _read_weights(path):
-    "Every tensor of a safetensors file but the old classifier's: such a file holds no code."
+    "Every tensor of a safetensors file but the old classifier's; such a file holds no code."
     from safetensors.torch import load_file
     try: weights = load_file(path)
     except FileNotFoundError:
@@ -221,9 +217,19 @@ def _read_weights(path):
         ) from None
     return {name: tensor for name, tensor in weights.items() if not name.startswith("head.fc.")}
 
+def _load_weights(network, name):
+    "The pre-trained weights of all layers but the classifier, in place."
+    found = network.load_state_dict(_read_weights(_weights_file(name)), strict=False)
+    if not found.unexpected_keys and set(found.missing_keys) == {"head.fc.weight", "head.fc.bias"}:
+        return
+    raise ValueError(
+        f"pre-trained weights must be those of {_NF_NETS[name][0]}, got {_weights_file(name)} with "
+        "other layers"
+    )
+
 # %% ../../nbs/training/models.ipynb #0299408d
 def _nf_net(
-    name:str, # A key of `NF_NETS`
+    name:str, # nf_net_f0 or nf_net_f1
     *,
     channels:int=3, # Channels of the image
     classes:int=10, # Number of classes
@@ -238,18 +244,9 @@ def _nf_net(
             f"trainable must be one of 'all', 'classifier', got trainable={trainable!r}"
         )
     timm_name, *sides = _NF_NETS[name]
-    network = _timm().create_model(
-        timm_name, pretrained=False, num_classes=classes, in_chans=channels
-    )
-    if pretrained:
-        missing = network.load_state_dict(_read_weights(_weights_file(name)), strict=False)
-        if missing.unexpected_keys or set(missing.missing_keys) != {
-            "head.fc.weight", "head.fc.bias"
-        }:
-            raise ValueError(
-                f"pre-trained weights must be those of {timm_name}, got {_weights_file(name)} with "
-                "other layers"
-            )
+    shape = dict(num_classes=classes, in_chans=channels)
+    network = _timm().create_model(timm_name, pretrained=False, **shape)
+    if pretrained: _load_weights(network, name)
     network.requires_grad_(trainable == "all").head.fc.requires_grad_(True)
     return nn.Sequential(_Resize(*sides), network)
 
@@ -269,39 +266,18 @@ def _nf_net_f1(
     return _nf_net("nf_net_f1", **shape)
 
 # %% ../../nbs/training/models.ipynb #7f46b7fb
-def _resnet50(
-    image_size:int=224, # Side of the square image in pixels, from 32 up
-    channels:int=3, # Channels of the image
-    classes:int=7, # Number of classes
-    pretrained:bool=True, # As paper sad; False starts from random weights
-)->nn.Module: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
-    "ResNet-50 with group norm, its classifier initialised anew (paper `sad`)."
-    from torchvision.models.resnet import Bottleneck, ResNet
+def _plain_bottleneck():
+    "Torchvision's block without its in-place sum, which per-sample hooks cannot follow."
+    from torchvision.models.resnet import Bottleneck
     class PlainBottleneck(Bottleneck):
-        # torchvision's, without its sum in place, which per-sample hooks cannot follow
         def forward(self, x):
             out = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
-            return self.relu(
-                self.bn3(self.conv3(out)) + (x if self.downsample is None else self.downsample(x))
-            )
-    _check_shape(image_size, channels, classes, 32)
-    network = ResNet(
-        PlainBottleneck, [3, 4, 6, 3], num_classes=classes,
-        norm_layer=lambda width: nn.GroupNorm(32, width)
-    )
-    for layer in network.modules(): # nothing in place
-        if isinstance(layer, nn.ReLU):
-            layer.inplace = False
-    if channels != 3: raise ValueError(f"channels must be 3 for resnet50, got channels={channels}")
-    if pretrained:
-        network.load_state_dict({
-            **_resnet_weights(data_root()/"weights"/"resnet50.pth"),
-            **{f"fc.{n}": p for n, p in network.fc.state_dict().items()}
-        })
-    return network
+            past = x if self.downsample is None else self.downsample(x)
+            return self.relu(self.bn3(self.conv3(out)) + past)
+    return PlainBottleneck
 
 def _resnet_weights(path):
-    "Torchvision's weights without the classifier and without what batch norm kept of its images."
+    "Torchvision's weights without the classifier and without the running statistics."
     try: weights = torch.load(path, weights_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(
@@ -313,10 +289,28 @@ def _resnet_weights(path):
             f"pre-trained weights must be torchvision's of ResNet-50, got {path} that cannot be "
             f"read ({type(error).__name__})"
         ) from None
-    return {
-        name: tensor for name, tensor in weights.items()
-        if not name.startswith("fc.") and "running_" not in name and "num_batches" not in name
-    }
+    left_out = ("fc.", "running_", "num_batches")
+    return {n: t for n, t in weights.items() if not any(part in n for part in left_out)}
+
+# %% ../../nbs/training/models.ipynb #1ecbaabe
+def _resnet50(
+    image_size:int=224, # Side of the square image in pixels, from 32 up
+    channels:int=3, # Channels of the image
+    classes:int=7, # Number of classes
+    pretrained:bool=True, # As paper sad; False starts from random weights
+)->nn.Module: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+    "ResNet-50 with group norm, its classifier initialised anew (paper `sad`)."
+    from torchvision.models.resnet import ResNet
+    _check_shape(image_size, channels, classes, 32)
+    if channels != 3: raise ValueError(f"channels must be 3 for resnet50, got channels={channels}")
+    def norm(width): return nn.GroupNorm(32, width)
+    network = ResNet(_plain_bottleneck(), [3, 4, 6, 3], num_classes=classes, norm_layer=norm)
+    for layer in network.modules():
+        if isinstance(layer, nn.ReLU): layer.inplace = False
+    if pretrained:
+        fresh = {f"fc.{n}": p for n, p in network.fc.state_dict().items()}
+        network.load_state_dict(_resnet_weights(data_root()/"weights"/"resnet50.pth") | fresh)
+    return network
 
 # %% ../../nbs/training/models.ipynb #8223de6e
 HALF_FILTERS, SMALL_FILTERS = (16, 32, 64), (8, 16, 32) # ours, for shorter waits
@@ -332,13 +326,20 @@ def _plain_sanitization_cnn(
 # %% ../../nbs/training/models.ipynb #773b2590
 def _channels_last(build, **shape): return build(**shape).to(memory_format=torch.channels_last)
 
-_MODELS = {"mnist_cnn": partial(_channels_last, _mnist_cnn), "unbalanced_mnist_cnn": _unbalanced_mnist_cnn, "small_shufflenet": _small_shufflenet, "cifar_cnn": _cifar_cnn, "small_resnet": _small_resnet,
-          "sanitization_cnn": _plain_sanitization_cnn, "half_sanitization_cnn": partial(_plain_sanitization_cnn, filters=HALF_FILTERS), "small_sanitization_cnn": partial(_plain_sanitization_cnn, filters=SMALL_FILTERS),
-          "nf_net_f0": _nf_net_f0, "nf_net_f1": _nf_net_f1, "resnet50": _resnet50} # Name in a run's description to the function that builds it
+# A model name in a `RunSpec` to the function that builds it
+_MODELS = {
+    "mnist_cnn": partial(_channels_last, _mnist_cnn),
+    "unbalanced_mnist_cnn": _unbalanced_mnist_cnn, "small_shufflenet": _small_shufflenet,
+    "cifar_cnn": _cifar_cnn, "small_resnet": _small_resnet,
+    "sanitization_cnn": _plain_sanitization_cnn,
+    "half_sanitization_cnn": partial(_plain_sanitization_cnn, filters=HALF_FILTERS),
+    "small_sanitization_cnn": partial(_plain_sanitization_cnn, filters=SMALL_FILTERS),
+    "nf_net_f0": _nf_net_f0, "nf_net_f1": _nf_net_f1, "resnet50": _resnet50
+}
 
 # %% ../../nbs/training/models.ipynb #f27ea909
 def build_model(
-    name:str, # A key of `MODELS`
+    name:str, # As in a `RunSpec`: mnist_cnn, small_resnet, nf_net_f0, …
     *,
     seed:int, # Seed of the initial weights
     **shape, # Keyword arguments of that model: image_size, channels, classes
