@@ -134,8 +134,8 @@ class GradientCanaries:
         run.model = BesideNetwork(self.network, shape, canaries)
         run.optimizer = build_optimizer(spec.optimizer, run.model.parameters(), learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)
         run.lr = build_lr_scheduler(spec.lr_scheduler, run.optimizer, learning_rate=spec.learning_rate, steps=run.plan.steps)
-        run.step = PrivateStep(run.model, run.optimizer, clip_rule=run.step.clip_rule, expected_batch_size=spec.expected_batch_size, engine=spec.engine,
-                               generator=run.noise, kernels={f"network.{layer}": kernel for layer, kernel in pinned.items()} if pinned else None)
+        run.step = PrivateStep(run.model, run.optimizer, clip_rule=run.step.clip_rule, expected_batch_size=spec.expected_batch_size,
+                               generator=run.noise, kernels={f"network.{layer}": kernel for layer, kernel in pinned.items()})
         self.included = torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < .5
         run.data = marked_rows(data, self.included)
 

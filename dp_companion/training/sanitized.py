@@ -265,7 +265,7 @@ class PrivateBelow:
         network = nn.Sequential()
         for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
         self.learner, self.ledger = Learner(spec, model.below.parameters(), run.plan.steps), []
-        self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
+        self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size,
                                 generator=run.noise, kernels=self.kernels(network, spec))
 
 # %% ../../nbs/training/sanitized.ipynb #1aca2838
@@ -287,9 +287,9 @@ def load_state_dict(self:PrivateBelow,
 def kernels(self:PrivateBelow,
     network:nn.Sequential, # What DP-SGD steps on
     spec:RunSpec, # The run
-)->dict|None: # Layer name to kernel; None for Opacus's engines
+)->dict: # Layer name to kernel
     "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
-    if spec.engine != "book": return None
+    if spec.engine != "book": raise ValueError(f"engine must be 'book', got engine={spec.engine!r}: runs have one way to clip")
     return {name: "matrices" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
 @patch
