@@ -2,12 +2,12 @@
 import torch
 from torch import nn
 from torchvision.models import resnet18
-from dp_companion.training.models import _mnist_cnn
+from dp_companion.training.models import _mnist_cnn as mnist_cnn
 
 
 def digits_cnn():
     "For 8x8 digits."
-    return _mnist_cnn(image_size=8)
+    return mnist_cnn(image_size=8)
 
 
 def cifar_cnn():
@@ -51,7 +51,7 @@ def opacus_resnet18():
 def opacus_small_image_resnet18(): return small_image_resnet18(opacus_resnet18)
 
 
-SHAPES = {_mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn, group_norm_resnet18, small_image_resnet18, opacus_resnet18, opacus_small_image_resnet18), (3, 32, 32))
+SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn, group_norm_resnet18, small_image_resnet18, opacus_resnet18, opacus_small_image_resnet18), (3, 32, 32))
 
 
 def batch(build, size, *, dtype=torch.float32, seed=0):

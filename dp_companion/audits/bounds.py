@@ -23,12 +23,11 @@ _METHODS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    "A lower bound on epsilon that an attack achieved."
+    "A lower bound on epsilon that an attack achieved; Gaussian methods assume a Gaussian curve."
     epsilon: float # Lower bound (nats); >= 0
     delta: float # At which delta, in [0, 1)
-    # Probability that the bound holds, whatever the mechanism or, for methods named gaussian, for one with a Gaussian curve (gaussian_ranks: up to a normal approximation); in (0, 1)
-    confidence: float
-    method: str # One of `METHODS`
+    confidence: float # Probability that the bound holds, in (0, 1); approximate for gaussian_ranks
+    method: str # rates, gaussian_rates, gaussian_errors, gaussian_ranks, one_run, one_run_gaussian
     draws: int # Draws per world, all phases of the attack together; for one run, its canaries
     seed: int|None = None # Of the draws, where they have one
 
@@ -40,7 +39,6 @@ class Finding:
         _whole("draws", self.draws)
 
 def _checked(delta, confidence):
-    "Refuse a delta or a confidence that means nothing."
     if not 0 <= delta < 1: raise ValueError(f"delta must be in [0, 1), got delta={delta}")
     _real("confidence", confidence, below=1)
 
@@ -67,14 +65,11 @@ def _rates_to_epsilon(
 )->float: # epsilon (nats), >= 0
     "Least epsilon that allows these error rates (KOV15, Theorem 2.1)."
     fpr, fnr = np.asarray(fpr, dtype=float), np.asarray(fnr, dtype=float)
-    with np.errstate(all="ignore"):
-        add, remove = (
-            (np.log(np.maximum(1 - delta - a, 0)) - np.log(b)) for a, b in ((fnr, fpr), (fpr, fnr))
-        )
-    return np.maximum(
-        np.nan_to_num(np.fmax(add, remove), nan=0., posinf=math.inf, neginf=0.), 0.
-    )[()]
+    def one_side(a, b): return np.log(np.maximum(1 - delta - a, 0)) - np.log(b)
+    with np.errstate(all="ignore"): least = np.fmax(one_side(fnr, fpr), one_side(fpr, fnr))
+    return np.maximum(np.nan_to_num(least, nan=0., posinf=math.inf, neginf=0.), 0.)[()]
 
+# %% ../../nbs/audits/bounds.ipynb #162dfe4e
 def rates_bound(
     false_positives:int, # "in" said without the record; may be an array
     trials_out:int, # Draws without the record
@@ -87,10 +82,9 @@ def rates_bound(
     "Lower bound on epsilon from the errors of one threshold (KOV15, CP34)."
     _checked(delta, confidence)
     each = dict(confidence=(1 + confidence)/2)
-    return _rates_to_epsilon(
-        _rate_upper(false_positives, trials_out, **each),
-        _rate_upper(false_negatives, trials_in, **each), delta=delta
-    )
+    fpr = _rate_upper(false_positives, trials_out, **each)
+    fnr = _rate_upper(false_negatives, trials_in, **each)
+    return _rates_to_epsilon(fpr, fnr, delta=delta)
 
 # %% ../../nbs/audits/bounds.ipynb #0fbd05fa
 def mu_to_epsilon(
@@ -101,17 +95,17 @@ def mu_to_epsilon(
     "Epsilon of mu-GDP at delta (DRS19, Corollary 2.13)."
     _real("delta", delta, below=1)
     if not mu >= 0: raise ValueError(f"mu must be >= 0, got mu={mu}")
-    def log_delta(e): # log Phi(a) + log(1 - e^eps Phi(b)/Phi(a)), a > b
-        a, b = special.log_ndtr(mu/2 - e/mu), special.log_ndtr(-mu/2 - e/mu)
-        return a + np.log(-np.expm1(min(e + b - a, -1e-300)))
-    if mu == 0 or log_delta(0) <= math.log(delta): return 0.
-    return float(
-        optimize.brentq(
-            lambda e: log_delta(e) - math.log(delta), 0,
-            mu*mu/2 + mu*(2 + math.sqrt(-2*math.log(delta))), xtol=1e-12
-        )
-    )
+    def excess(e): return _log_delta(e, mu) - math.log(delta)
+    if mu == 0 or excess(0) <= 0: return 0.
+    upper = mu*mu/2 + mu*(2 + math.sqrt(-2*math.log(delta)))
+    return float(optimize.brentq(excess, 0, upper, xtol=1e-12))
 
+def _log_delta(e, mu):
+    "log Phi(a) + log(1 - e^eps Phi(b)/Phi(a)), the log of @eq-gaussian without cancellation."
+    a, b = special.log_ndtr(mu/2 - e/mu), special.log_ndtr(-mu/2 - e/mu)
+    return a + np.log(-np.expm1(min(e + b - a, -1e-300)))
+
+# %% ../../nbs/audits/bounds.ipynb #d40c9492
 def epsilon_to_mu(
     epsilon:float, # nats, >= 0
     *,
@@ -119,12 +113,10 @@ def epsilon_to_mu(
 )->float: # mu, exact; 1/mu is the noise multiplier of one full-batch step
     "The mu-GDP that has this epsilon at delta (DRS19, Corollary 2.13)."
     if not epsilon >= 0: raise ValueError(f"epsilon must be >= 0, got epsilon={epsilon}")
+    def excess(mu): return mu_to_epsilon(mu, delta=delta) - epsilon
     upper = 1.
-    while mu_to_epsilon(upper, delta=delta) < epsilon:
-        upper *= 2
-    return float(
-        optimize.brentq(lambda mu: mu_to_epsilon(mu, delta=delta) - epsilon, 0, upper, xtol=1e-12)
-    )
+    while excess(upper) < 0: upper *= 2
+    return float(optimize.brentq(excess, 0, upper, xtol=1e-12))
 
 # %% ../../nbs/audits/bounds.ipynb #dbcefc58
 def _gaussian_rates_bound(
@@ -162,37 +154,40 @@ def _share_moments(
     n_out:int, # Draws without the record
     n_in:int, # Draws with the record
 )->tuple[float,float]: # Mean and standard deviation of the share, in [0, 1]
-    "Mean and spread of the share of pairs in order (MW47)."
+    "Mean and standard deviation of the share of pairs in order (MW47)."
     h = np.asarray(mu)/math.sqrt(2)
     p, q = special.ndtr(h), special.ndtr(-h)
     apart = p*q - 2*special.owens_t(h, 1/math.sqrt(3)) # p_2 - p^2
     return p, np.sqrt(np.maximum(p*q + (n_in + n_out - 2)*apart, 0)/(n_in*n_out))
 
+def _check_ranks(n_out, n_in, confidence):
+    if not .9 <= confidence < 1:
+        raise ValueError(
+            "confidence must be in [0.9, 1), where the normal approximation is safe, got "
+            f"confidence={confidence}"
+        )
+    if not min(n_out, n_in) >= 10:
+        raise ValueError(
+            "scores must be at least 10 in each world for method=gaussian_ranks, got "
+            f"{n_out} and {n_in}"
+        )
+
+# %% ../../nbs/audits/bounds.ipynb #cbb99da0
 def _gaussian_ranks_bound(
     scores_out:np.ndarray, # (draws_out,) without the record
     scores_in:np.ndarray, # (draws_in,) with the record
     *,
     confidence:float, # Of the bound, in [0.9, 1)
 )->float: # mu, lower bound, >= 0
-    "Lower bound on mu from the ranks of all scores, ten or more a world (MW47)."
-    if not .9 <= confidence < 1:
-        raise ValueError(
-            "confidence must be in [0.9, 1), where the normal approximation is safe, got "
-            f"confidence={confidence}"
-        )
-    if not min(len(scores_out), len(scores_in)) >= 10:
-        raise ValueError(
-            "scores must be at least 10 in each world for method=gaussian_ranks, got "
-            f"{len(scores_out)} and {len(scores_in)}"
-        )
+    "Lower bound on mu from the ranks of all scores, at least ten per world (MW47)."
     n_out, n_in, z = len(scores_out), len(scores_in), special.ndtri(confidence)
+    _check_ranks(n_out, n_in, confidence)
     share = np.searchsorted(np.sort(scores_out), scores_in, side="left").mean()/n_out
     def excess(mu): return np.dot((1, z), _share_moments(mu, n_out, n_in)) - share
     grid = np.linspace(0, 12, 601)
     first = int(np.argmax(excess(grid) >= 0)) # at the end of the grid the mean is 1
-    return 0. if first == 0 else float(
-        optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-12)
-    )
+    if first == 0: return 0.
+    return float(optimize.brentq(excess, grid[first - 1], grid[first], xtol=1e-12))
 
 # %% ../../nbs/audits/bounds.ipynb #2d807a0c
 def _errors_at(
@@ -201,75 +196,68 @@ def _errors_at(
     thresholds:np.ndarray, # (count,) "in" is said above
 )->tuple[np.ndarray,np.ndarray]: # False positives and false negatives, (count,) each
     "Errors of each threshold."
-    false_positives = len(scores_out) - np.searchsorted(
-        np.sort(scores_out), thresholds, side="right"
+    not_above = np.searchsorted(np.sort(scores_out), thresholds, side="right")
+    return (
+        len(scores_out) - not_above,
+        np.searchsorted(np.sort(scores_in), thresholds, side="right")
     )
-    return false_positives, np.searchsorted(np.sort(scores_in), thresholds, side="right")
 
 def _strength_at(
     scores_out:np.ndarray, # (draws_out,)
     scores_in:np.ndarray, # (draws_in,)
     thresholds:np.ndarray, # (count,)
     *,
-    delta:float, # In [0, 1); only method="rates" looks at it
+    delta:float, # In [0, 1); only method="rates" uses it
     confidence:float, # Of each threshold's bound alone
     method:str="rates", # rates, gaussian_rates or gaussian_errors
-)->np.ndarray: # (count,) lower bound at each threshold: epsilon for rates, mu for the Gaussian methods
+)->np.ndarray: # (count,) lower bounds: epsilon for rates, mu for the Gaussian methods
     "What each threshold's errors refute."
     _checked(delta, confidence)
-    fp, fn, n_out, n_in = *_errors_at(
-        scores_out, scores_in, thresholds
-    ), len(scores_out), len(scores_in)
+    fp, fn = _errors_at(scores_out, scores_in, thresholds)
+    n_out, n_in = len(scores_out), len(scores_in)
+    _word("method", method, _METHODS[:3])
     if method == "rates":
         return rates_bound(fp, n_out, fn, n_in, delta=delta, confidence=confidence)
     if method == "gaussian_rates":
         return _gaussian_rates_bound(fp, n_out, fn, n_in, confidence=confidence)
-    if method != "gaussian_errors":
-        raise ValueError(f"method must be one of {', '.join(_METHODS[:3])}, got method={method}")
-    if n_out != n_in:
-        raise ValueError(
-            f"scores_in must be as many as scores_out for method=gaussian_errors, got {n_in} and "
-            f"{n_out}"
-        )
-    return _gaussian_errors_bound(fp + fn, 2*n_in, confidence=confidence)
+    if n_out == n_in: return _gaussian_errors_bound(fp + fn, 2*n_in, confidence=confidence)
+    raise ValueError(
+        "scores_in must be as many as scores_out for method=gaussian_errors, "
+        f"got {n_in} and {n_out}"
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #b70c2fe8
-# Thresholds that a split tries on its first half; more change the choice by less than its chance
-_CANDIDATES = 1000
+_CANDIDATES = 1000 # Thresholds that a split tries; more would not change the choice
 
 def _candidates(scores_out, scores_in):
-    "Thresholds dense in both tails: half way between quantiles of either world, on a logistic grid."
+    "Thresholds dense in both tails: midpoints of both worlds' quantiles on a logistic grid."
     N = min(len(scores_out), len(scores_in))
     levels = special.expit(np.linspace(-math.log(N), math.log(N), _CANDIDATES//2))
-    values = np.unique(
-        np.concatenate([np.quantile(scores_out, levels), np.quantile(scores_in, levels)])
-    )
+    quantiles = [np.quantile(scores, levels) for scores in (scores_out, scores_in)]
+    values = np.unique(np.concatenate(quantiles))
     return (values[1:] + values[:-1])/2 if len(values) > 1 else values
 
 # %% ../../nbs/audits/bounds.ipynb #964b0ab0
 def finding_from_scores(
-    scores_out:np.ndarray, # (draws_out,) scores without the record, independent draws, in any order that does not depend on them
+    scores_out:np.ndarray, # (draws_out,) independent scores without the record, in any fixed order
     scores_in:np.ndarray, # (draws_in,) scores with the record
     *,
     delta:float, # In (0, 1); 0 too for method="rates"
     confidence:float=.95, # Of the bound, in (0, 1); 0.9 or more for gaussian_ranks
-    method:str="rates", # rates, gaussian_rates, gaussian_errors; or gaussian_ranks, which needs no threshold
+    method:str="rates", # rates, gaussian_rates, gaussian_errors, gaussian_ranks
     thresholds:tuple[float,...]|None=None, # Named in advance, judged by bonferroni; none: split
     seed:int|None=None, # Of the draws, for the record
 )->Finding:
-    "Lower bound on epsilon from scores; a threshold has not seen the draws that it is judged on."
+    "Lower bound on epsilon from scores; a threshold is never judged on the draws that chose it."
     _word("method", method, _METHODS[:4])
-    out, into = (
-        _finite(name, scores)
-        for name, scores in (("scores_out", scores_out), ("scores_in", scores_in))
-    )
-    if method == "gaussian_ranks" and thresholds is not None:
+    out, into = _finite("scores_out", scores_out), _finite("scores_in", scores_in)
+    if method != "gaussian_ranks":
+        found = _at_thresholds(out, into, thresholds, delta, confidence, method)
+    elif thresholds is None: found = _gaussian_ranks_bound(out, into, confidence=confidence)
+    else:
         raise ValueError(
             f"thresholds must be none for method=gaussian_ranks, got thresholds={thresholds}"
         )
-    found = _gaussian_ranks_bound(
-        out, into, confidence=confidence
-    ) if method == "gaussian_ranks" else _at_thresholds(out, into, thresholds, delta, confidence, method)
     epsilon = found if method == "rates" else mu_to_epsilon(found, delta=delta)
     return Finding(
         epsilon=epsilon, delta=delta, confidence=confidence, method=method,
@@ -278,36 +266,27 @@ def finding_from_scores(
 
 # %% ../../nbs/audits/bounds.ipynb #79a8c9c8
 def _at_thresholds(out, into, thresholds, delta, confidence, method):
-    "What the best threshold refutes: of those named, or one that the even draws choose for the odd ones."
+    "What the best threshold refutes; without named ones the even draws choose for the odd ones."
+    how = dict(delta=delta, method=method)
     if thresholds is None:
-        firsts, (out_b, in_b) = (out[::2], into[::2]), (out[1::2], into[1::2])
-        tried = _candidates(*firsts)
-        chosen = tried[[
-            int(
-                np.argmax(
-                    _strength_at(*firsts, tried, delta=delta, confidence=confidence, method=method)
-                )
-            )
-        ]]
-    else:
-        chosen, out_b, in_b = np.asarray(thresholds, dtype=float), out, into
-    return float(
-        _strength_at(
-            out_b, in_b, chosen, delta=delta, confidence=1 - (1 - confidence)/len(chosen),
-            method=method
-        ).max()
-    )
+        chosen = _best_threshold(out[::2], into[::2], confidence=confidence, **how)
+        out, into = out[1::2], into[1::2]
+    else: chosen = np.asarray(thresholds, dtype=float)
+    each = 1 - (1 - confidence)/len(chosen)
+    return float(_strength_at(out, into, chosen, confidence=each, **how).max())
+
+def _best_threshold(out, into, **how):
+    tried = _candidates(out, into)
+    return tried[[int(np.argmax(_strength_at(out, into, tried, **how)))]]
 
 # %% ../../nbs/audits/bounds.ipynb #924d3b93
 def _finite(name, scores):
-    "Scores as a vector of at least four; what is not finite is an error, not an answer."
+    "Scores as a vector of at least four finite numbers."
     scores = np.asarray(scores, dtype=float)
     if scores.ndim != 1 or len(scores) < 4:
         raise ValueError(f"{name} must be a vector of at least 4 scores, got shape {scores.shape}")
-    if not np.isfinite(scores).all():
-        raise ValueError(
-            f"{name} must be finite, got {int((~np.isfinite(scores)).sum())} that are not"
-        )
+    odd = int((~np.isfinite(scores)).sum())
+    if odd: raise ValueError(f"{name} must be finite, got {odd} that are not")
     return scores
 
 # %% ../../nbs/audits/bounds.ipynb #a76f5936
@@ -336,25 +315,23 @@ def one_run_bound(
     confidence:float=.95, # Of the bound, in (0, 1)
 )->float: # epsilon, lower bound (nats)
     "Lower bound on epsilon from the guesses of one run (SNJ23, Theorem 5.2)."
-    _guesses(canaries, guesses, correct, delta, confidence)
+    _check_guesses(canaries, guesses, correct, delta, confidence)
     def excess(epsilon):
         return _one_run_p_value(epsilon, canaries, guesses, correct, delta=delta) - (1 - confidence)
     grid = np.linspace(0, math.log(guesses) + 8, 200)
     refuted = np.flatnonzero([excess(e) < 0 for e in grid])
-    return float(
-        optimize.brentq(excess, grid[refuted[-1]], grid[refuted[-1] + 1], xtol=1e-9)
-    ) if len(refuted) else 0.
+    if not len(refuted): return 0.
+    last = refuted[-1]
+    return float(optimize.brentq(excess, grid[last], grid[last + 1], xtol=1e-9))
 
-def _guesses(canaries, guesses, correct, delta, confidence):
-    "Refuse impossible counts."
+def _check_guesses(canaries, guesses, correct, delta, confidence):
     _checked(delta, confidence)
-    if not 0 <= _whole("correct", correct, 0) <= _whole("guesses", guesses) <= _whole(
-        "canaries", canaries
-    ):
-        raise ValueError(
-            f"correct <= guesses <= canaries must hold, got correct={correct}, guesses={guesses}, "
-            f"canaries={canaries}"
-        )
+    counts = _whole("correct", correct, 0), _whole("guesses", guesses), _whole("canaries", canaries)
+    if list(counts) == sorted(counts): return
+    raise ValueError(
+        f"correct <= guesses <= canaries must hold, got correct={correct}, guesses={guesses}, "
+        f"canaries={canaries}"
+    )
 
 # %% ../../nbs/audits/bounds.ipynb #ea9752a2
 def _one_run_gaussian_refutes(
@@ -385,7 +362,7 @@ def _one_run_gaussian_bound(
     confidence:float=.95, # Of the bound, in (0, 1)
 )->float: # epsilon, lower bound (nats), of a mechanism with a Gaussian curve
     "Lower bound on epsilon of a Gaussian curve from the guesses of one run (MMC24)."
-    _guesses(canaries, guesses, correct, delta, confidence)
+    _check_guesses(canaries, guesses, correct, delta, confidence)
     def refutes(mu):
         return _one_run_gaussian_refutes(mu, canaries, guesses, correct, confidence=confidence)
     low, high = 0., 40.
@@ -405,17 +382,16 @@ def finding_from_guesses(
     method:str="one_run", # one_run or one_run_gaussian
     seed:int|None=None, # Of the run, for the record
 )->Finding:
-    "Lower bound on epsilon from one run, guessing the canaries with the surest scores (SNJ23, MMC24)."
+    "Lower bound on epsilon from one run; the surest canaries are guessed (SNJ23, MMC24)."
     scores, included = _finite("scores", scores), np.asarray(included, dtype=bool)
     if scores.shape != included.shape:
         raise ValueError(
             f"included must be one bit per score, {scores.shape}, got shape {included.shape}"
         )
+    _word("method", method, _METHODS[4:])
+    bound = one_run_bound if method == "one_run" else _one_run_gaussian_bound
     sure = np.argsort(-np.abs(scores), kind="stable")[:guesses]
     counts = len(scores), guesses, int(((scores > 0) == included)[sure].sum())
-    bound = {"one_run": one_run_bound, "one_run_gaussian": _one_run_gaussian_bound}[
-        _word("method", method, ("one_run", "one_run_gaussian"))
-    ]
     return Finding(
         epsilon=bound(*counts, delta=delta, confidence=confidence), delta=delta,
         confidence=confidence, method=method, draws=len(scores), seed=seed
