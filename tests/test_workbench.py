@@ -441,7 +441,7 @@ def test_an_mnist_that_is_not_the_published_one_is_refused(tmp_path, damage):
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
-    from dp_companion.training.run import read_checkpoint
+    from dp_companion.algorithms.checkpoints import read_checkpoint
     torch.save({"weights": torch.zeros(5000)}, path := tmp_path/"checkpoint.pt")
     assert len(read_checkpoint(path)["weights"]) == 5000
     content = bytearray(path.read_bytes())

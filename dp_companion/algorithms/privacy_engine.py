@@ -5,39 +5,41 @@
 # %% auto #0
 __all__ = ['PLAIN_LOSS', 'ONLY', 'check_options', 'check_processes', 'rule_of', 'schedule_of', 'records_of', 'check_once',
            'check_samples', 'batch_of', 'plan_of', 'check_pointwise', 'calibrated', 'PrivacyEngine', 'Recipe',
-           'check_schedules', 'check_bound', 'check_spent', 'unwrapped', 'read_checkpoint', 'check_readable',
-           'global_generators', 'put_back', 'check_fits']
+           'check_schedules', 'check_bound', 'check_spent', 'unwrapped', 'check_fits']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
-import io
-import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-import numpy as np
 import opacus
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
-from .clipping import RULES, ClipRule, CountingRule, Flat, clip_rule as named_rule
+from torch.utils.data import (BatchSampler, ConcatDataset, DataLoader, DistributedSampler,
+    IterableDataset, RandomSampler, SequentialSampler, Subset)
+from .checkpoints import (check_holds, check_settings, random_states,
+    read_checkpoint, restore_random, write_checkpoint)
+from dp_companion.algorithms.clipping import (RULES, ClipRule, CountingRule, Flat,
+    clip_rule as named_rule)
+from .ledger import Ledger
 from .noise import GaussianNoise, seeded_by_torch
-from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, collate_of, poisson_loader
+from .poisson_batches import PoissonBatches, collate_of, poisson_loader
+from .private_optimizer import PrivateOptimizer, bound_name
 from .private_step import PrivateStep, check_parameters
 from .tapes import PrivateModule, Tape
 from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
-from ..budgets.events import MechanismEvent, gaussian_events
+from ..budgets.events import gaussian_events
 from ..budgets.rdp import smallest_scale
 from ..budgets.schedules import Constant, PoissonPlan, Schedule, _real, _word
-from ..files import is_intact, write_whole
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #01bb02f0
-PLAIN_LOSS = "one backward pass is enough here, so leave out grad_sample_mode and criterion, and call loss.backward() on the ordinary loss"
+PLAIN_LOSS = ("one backward pass is enough here, so leave out grad_sample_mode and criterion, "
+    "and call loss.backward() on the ordinary loss")
 ONLY = { # An option of Opacus -> the value that is possible here, and what to do instead of another
-    "poisson_sampling": (True, "the accountant certifies Poisson batches, and for shuffled ones epsilon may be several times larger"),
+    "poisson_sampling": (True, "the accountant certifies Poisson batches, "
+        "and for shuffled ones epsilon may be several times larger"),
     "batch_first": (True, "put the batch in front"),
     "clipping": ("flat", "choose a method by clip_rule"),
     "wrap_model": (True, "the model is as it was, as ._module"),
@@ -49,17 +51,20 @@ ONLY = { # An option of Opacus -> the value that is possible here, and what to d
 def check_options(options:dict):
     "Refuse what Opacus offers and this engine does not."
     for name, value in options.items():
-        if name=="max_physical_batch_size": raise TypeError(f"make_private has no argument {name!r}: use opacus.utils.batch_memory_manager.BatchMemoryManager around the loop")
+        if name=="max_physical_batch_size": raise TypeError("make_private has no argument "
+            f"{name!r}: use opacus.utils.batch_memory_manager.BatchMemoryManager around the loop")
         if name not in ONLY: raise TypeError(f"make_private has no argument {name!r}")
         only, instead = ONLY[name]
         if value!=only: raise ValueError(f"{name} must be {only}, got {name}={value}: {instead}")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #94471999
 def check_processes(module:nn.Module):
-    "Refuse processes that would each train a model of their own, on all records, and each count one run."
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size()>1 and not isinstance(module, DistributedDataParallel):
-        raise ValueError(f"module must be in torch.nn.parallel.DistributedDataParallel before make_private where {dist.get_world_size()} processes train, got {type(module).__name__}")
-
+    "Refuse processes that would each train a model of their own on all records."
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size()>1 and not isinstance(
+        module, DistributedDataParallel):
+        raise ValueError("module must be in torch.nn.parallel.DistributedDataParallel before "
+            f"make_private where {dist.get_world_size()} processes train, got "
+            f"{type(module).__name__}")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #7d4c4976
 def rule_of(
@@ -69,11 +74,16 @@ def rule_of(
     "The clipping rule that Opacus's `max_grad_norm` and our `clip_rule` say together."
     constants = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
     if clip_rule is None: return Flat(**constants)
-    if clip_rule=="group_adaptive": raise ValueError("clip_rule must be GroupAdaptive(num_groups=...) for bounds by group, got its name, which does not say how many")
-    if isinstance(clip_rule, str): return named_rule(_word("clip_rule", clip_rule, tuple(RULES)), **constants)
-    if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule or the name of one, got clip_rule={clip_rule!r}")
+    if clip_rule=="group_adaptive": raise ValueError("clip_rule must be "
+        "GroupAdaptive(num_groups=...) for bounds by group, got its name, which does not say how "
+        "many")
+    if isinstance(clip_rule, str): return named_rule(_word("clip_rule", clip_rule, tuple(RULES)),
+        **constants)
+    if not isinstance(clip_rule, ClipRule): raise ValueError("clip_rule must be a ClipRule or the "
+        f"name of one, got clip_rule={clip_rule!r}")
     if max_grad_norm not in (None, clip_rule.max_grad_norm):
-        raise ValueError(f"max_grad_norm must be left out or equal clip_rule's {clip_rule.max_grad_norm}, got max_grad_norm={max_grad_norm}")
+        raise ValueError("max_grad_norm must be left out or equal clip_rule's "
+            f"{clip_rule.max_grad_norm}, got max_grad_norm={max_grad_norm}")
     return clip_rule
 
 def schedule_of(
@@ -83,7 +93,8 @@ def schedule_of(
     "The schedule that `noise_multiplier` and `noise_schedule` say together."
     if noise_schedule is None: return Constant(initial=_real("noise_multiplier", noise_multiplier))
     if noise_multiplier not in (None, noise_schedule.initial):
-        raise ValueError(f"noise_multiplier must be left out or equal noise_schedule's initial {noise_schedule.initial}, got noise_multiplier={noise_multiplier}")
+        raise ValueError("noise_multiplier must be left out or equal noise_schedule's initial "
+            f"{noise_schedule.initial}, got noise_multiplier={noise_multiplier}")
     return noise_schedule
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #a5fb4c82
@@ -101,14 +112,16 @@ def records_of(
             place = k%len(dataset)
             part = bisect_right(dataset.cumulative_sizes, place)
             parts[part].append(place-starts[part])
-        return [record for part, places in parts.items() for record in records_of(dataset.datasets[part], places)]
+        return [record for part, places in parts.items()
+            for record in records_of(dataset.datasets[part], places)]
     return [(id(dataset), k+len(dataset) if isinstance(k, int) and k<0 else k) for k in keys]
 
 def check_once(dataset):
     "Refuse a data set that holds a record twice, which then moves a sum by twice the bound."
     if not isinstance(dataset, Subset|ConcatDataset): return
     times = max(Counter(records_of(dataset, range(len(dataset)))).values(), default=1)
-    if times>1: raise ValueError(f"data_loader must hold every record once, got one that is in its data set {times} times; weigh losses instead of repeating records")
+    if times>1: raise ValueError("data_loader must hold every record once, got one that is in its "
+        f"data set {times} times; weigh losses instead of repeating records")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #83243333
 def check_samples(data_loader:DataLoader):
@@ -116,33 +129,44 @@ def check_samples(data_loader:DataLoader):
     check_once(data_loader.dataset)
     batches = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", data_loader.sampler)
-    plain = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)) and (batches is None or type(batches) in (BatchSampler, PoissonBatches))
+    plain = isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)) and (
+        batches is None or type(batches) in (BatchSampler, PoissonBatches))
     source = getattr(sampler, "data_source", getattr(sampler, "dataset", data_loader.dataset))
-    size = getattr(sampler, "num_samples", len(source)) if isinstance(sampler, RandomSampler) else len(source)
+    size = getattr(sampler, "num_samples", len(source)) if isinstance(sampler,
+        RandomSampler) else len(source)
     if not plain or getattr(sampler, "replacement", False) or size!=len(data_loader.dataset):
-        chooser = type(sampler if batches is None or type(batches) is BatchSampler else batches).__name__
-        raise ValueError(f"data_loader must not choose its samples, which Poisson batches draw from the whole data set, got {chooser}; use torch.utils.data.Subset")
+        chooser = type(sampler if batches is None or type(batches) is BatchSampler
+            else batches).__name__
+        raise ValueError("data_loader must not choose its samples, which Poisson batches draw "
+            f"from the whole data set, got {chooser}; use torch.utils.data.Subset")
 
 def batch_of(data_loader:DataLoader)->int|None: # None where the loader has no batch_size
-    "The batch of all processes together, of which a DistributedSampler's loader has one process's share; a loader that an engine has returned keeps its own."
-    if isinstance(data_loader.batch_sampler, PoissonBatches): return data_loader.batch_sampler.optimizer.expected_batch_size
-    return data_loader.batch_size and data_loader.batch_size*getattr(data_loader.sampler, "num_replicas", 1)
+    "The batch of all processes together; a DistributedSampler's loader has a share of it."
+    if isinstance(data_loader.batch_sampler,
+        PoissonBatches): return data_loader.batch_sampler.plan.expected_batch_size
+    return data_loader.batch_size and data_loader.batch_size*getattr(data_loader.sampler,
+        "num_replicas", 1)
 
 def plan_of(data_loader:DataLoader, expected_batch_size:int|None, epochs:int=1)->PoissonPlan:
     "The sampling plan of a data loader."
-    if not isinstance(data_loader, DataLoader): raise ValueError(f"data_loader must be a torch DataLoader, got a {type(data_loader).__name__}")
-    if isinstance(data_loader.dataset, IterableDataset): raise ValueError("data_loader must have a data set with a length, got an IterableDataset")
+    if not isinstance(data_loader, DataLoader): raise ValueError("data_loader must be a torch "
+        f"DataLoader, got a {type(data_loader).__name__}")
+    if isinstance(data_loader.dataset, IterableDataset): raise ValueError("data_loader must have a "
+        "data set with a length, got an IterableDataset")
     check_samples(data_loader)
     b = batch_of(data_loader) if expected_batch_size is None else expected_batch_size
-    if b is None: raise ValueError("expected_batch_size must be given where the data loader has no batch_size, got expected_batch_size=None")
+    if b is None: raise ValueError("expected_batch_size must be given where the data loader has no "
+        "batch_size, got expected_batch_size=None")
     return PoissonPlan(dataset_size=len(data_loader.dataset), expected_batch_size=b, epochs=epochs)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #bf42b15b
 def check_pointwise(schedule:Schedule, plan:PoissonPlan):
-    "Refuse a schedule whose value at a step depends on how many others are asked for: it would not be followed as it was paid for."
+    "Refuse a schedule whose value at a step depends on how many steps are asked for."
     values = schedule.values(plan.steps if schedule.unit=="step" else plan.epochs)
     wrong = next((t for t in (0, len(values)//2, len(values)-1) if schedule.at(t)!=values[t]), None)
-    if wrong is not None: raise ValueError(f"noise_schedule must give every {schedule.unit} one value, got {schedule.at(wrong)} and {values[wrong]} at {wrong}; its factor must go by the single index")
+    if wrong is not None: raise ValueError(f"noise_schedule must give every {schedule.unit} one "
+        f"value, got {schedule.at(wrong)} and {values[wrong]} at {wrong}; its factor must go by "
+        "the single index")
 
 def calibrated(
     schedule:Schedule, # Its shape; the initial value is ignored
@@ -158,23 +182,28 @@ def calibrated(
     target = dict(target_epsilon=target_epsilon, delta=delta)
     start = calibrate(schedule, plan, accountant=accountant, **target)
     def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
-    def epsilon_of(sigma): return certify(rule.joint_events(events_of(sigma)), delta=delta, accountants=(accountant,))[accountant].epsilon
+    def epsilon_of(sigma): return certify(rule.joint_events(events_of(sigma)), delta=delta,
+        accountants=(accountant,))[accountant].epsilon
     if rule.joint_events(events_of(start))==events_of(start): return schedule.rescaled(start)
     counts = epsilon_of(1e9*start) # The gradient says nothing there
-    if counts>=target_epsilon: raise ValueError(f"target_epsilon must be more than the {counts:.3g} that the rule's own counts spend, "
-        f"got target_epsilon={target_epsilon}; raise count_noise")
-    return schedule.rescaled(smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15))
+    if counts>=target_epsilon: raise ValueError("target_epsilon must be more than the "
+        f"{counts:.3g} that the rule's own counts spend, got target_epsilon={target_epsilon}; "
+        "raise count_noise")
+    return schedule.rescaled(
+        smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15))
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
 class PrivacyEngine(opacus.PrivacyEngine):
     "Opacus's entry point, with this companion's rules, schedules and budgets."
     def __init__(self, *,
         accountant:str="pld", # Who answers `get_epsilon` and calibrates: pld or rdp
-        secure_mode:bool|None=None, # Noise and batches keyed by the operating system; None: unless a noise_generator is given
+        secure_mode:bool|None=None, # Keyed by the operating system; None: unless seeded
     ):
-        "An engine that has spent nothing: `accountant` pld or rdp; secure unless `secure_mode` is False or a `noise_generator` is given."
-        if secure_mode not in (None, True, False): raise ValueError(f"secure_mode must be True, False or None, got secure_mode={secure_mode!r}")
-        self.accountant, self.secure_mode, self.target_delta, self.optimizer, self.first_rule = Ledger(accountant), secure_mode, None, None, None
+        "An engine that has spent nothing."
+        if secure_mode not in (None, True, False): raise ValueError("secure_mode must be True, "
+            f"False or None, got secure_mode={secure_mode!r}")
+        self.accountant, self.secure_mode = Ledger(accountant), secure_mode
+        self.target_delta = self.optimizer = self.first_rule = None
 
     def make_private(self, *,
         module:nn.Module, # May be wrapped in DistributedDataParallel
@@ -184,15 +213,18 @@ class PrivacyEngine(opacus.PrivacyEngine):
         max_grad_norm:float|None=None, # C
         **options, # As `prepare` takes them, and those of Opacus
     )->tuple: # (module, optimizer, data_loader)
-        "The same objects, private; options are clip_rule, noise_schedule, bound_schedule and what else `prepare` names."
+        "The same objects, private; further options are those of `prepare`."
         for name in ("target", "epochs"):
-            if name in options: raise TypeError(f"make_private has no argument {name!r}: make_private_with_epsilon has")
-        if self.target_delta is not None: raise ValueError("make_private must be asked of a fresh PrivacyEngine, got one that has promised a target_epsilon")
-        return self.prepare(module, optimizer, data_loader, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm, **options)
+            if name in options: raise TypeError(f"make_private has no argument {name!r}: "
+                "make_private_with_epsilon has")
+        if self.target_delta is not None: raise ValueError("make_private must be asked of a fresh "
+            "PrivacyEngine, got one that has promised a target_epsilon")
+        return self.prepare(module, optimizer, data_loader, noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm, **options)
 
     @property
     def noise_source(self)->str: # secure or seeded; for records
-        return self.batches.label
+        return self.batches.source.label
 
     def get_epsilon(self, delta:float)->float: # Upper bound (nats)
         "What has been spent so far, as in Opacus."
@@ -201,17 +233,22 @@ class PrivacyEngine(opacus.PrivacyEngine):
 # %% ../../nbs/algorithms/privacy_engine.ipynb #e3b6fc7c
 @patch
 def make_private_with_epsilon(self:PrivacyEngine, *,
-    module:nn.Module, optimizer:torch.optim.Optimizer, data_loader:DataLoader, # As for `make_private`
+    module:nn.Module, # This and the next two as for `make_private`
+    optimizer:torch.optim.Optimizer,
+    data_loader:DataLoader,
     target_epsilon:float, # epsilon (nats) at the end; > 0
     target_delta:float, # In (0, 1)
     epochs:int, # Passes of the loader; >= 1
     max_grad_norm:float|None=None, # C
     **options, # As `prepare` takes them; noise_schedule gives the shape alone
 )->tuple: # As `make_private`
-    "The same objects, private, with noise that a target pays for; options as for `make_private`, of noise_schedule the shape alone."
-    if "noise_multiplier" in options: raise TypeError("make_private_with_epsilon has no argument 'noise_multiplier': it is what is sought")
+    "The same objects, private, with the noise that a target pays for."
+    if "noise_multiplier" in options: raise TypeError("make_private_with_epsilon has no argument "
+        "'noise_multiplier': it is what is sought")
     _real("target_delta", target_delta, below=1)
-    if self.optimizer is not None: raise ValueError(f"target_epsilon must be asked of a fresh PrivacyEngine, got one that has made an optimizer already, with {len(self.accountant)} steps in its ledger")
+    if self.optimizer is not None: raise ValueError("target_epsilon must be asked of a fresh "
+        f"PrivacyEngine, got one that has made an optimizer already, with {len(self.accountant)} "
+        "steps in its ledger")
     return self.prepare(module, optimizer, data_loader, max_grad_norm=max_grad_norm, epochs=epochs,
         target=dict(target_epsilon=target_epsilon, delta=target_delta), **options)
 
@@ -233,16 +270,22 @@ class Recipe:
 def check_schedules(**schedules):
     "Refuse what is no schedule."
     for name, value in schedules.items():
-        if value is not None and not isinstance(value, Schedule): raise ValueError(f"{name} must be a Schedule, such as StepDecay(initial=2., decay_rate=.5, drop_every=10, decay_of='value'), got {name}={value!r}")
+        if value is not None and not isinstance(value, Schedule): raise ValueError(
+            f"{name} must be a Schedule, such as StepDecay(initial=2., decay_rate=.5, "
+            f"drop_every=10, decay_of='value'), got {name}={value!r}")
 
 def check_bound(rule:ClipRule, bound_schedule:Schedule|None, max_grad_norm:float|None=None):
     "Refuse a second mover of one bound, or a second word for where it starts."
-    if bound_schedule is not None and bound_name(rule)=="max_grad_norm" and max_grad_norm not in (None, bound_schedule.initial):
-        raise ValueError(f"max_grad_norm must be left out or equal bound_schedule's initial {bound_schedule.initial}, got max_grad_norm={max_grad_norm}")
+    if bound_schedule is not None and bound_name(rule)=="max_grad_norm" and max_grad_norm not in (
+        None, bound_schedule.initial):
+        raise ValueError("max_grad_norm must be left out or equal bound_schedule's initial "
+            f"{bound_schedule.initial}, got max_grad_norm={max_grad_norm}")
     if bound_schedule is not None and isinstance(rule, CountingRule):
-        raise ValueError(f"bound_schedule must be left out for {type(rule).__name__}, which moves its own bound, got one")
+        raise ValueError(f"bound_schedule must be left out for {type(rule).__name__}, which moves "
+            "its own bound, got one")
     if getattr(bound_schedule, "decay_of", "value")=="variance":
-        raise ValueError("bound_schedule must decay the bound itself, got decay_of='variance', which moves it by the square root; use decay_of='value'")
+        raise ValueError("bound_schedule must decay the bound itself, got decay_of='variance', "
+            "which moves it by the square root; use decay_of='value'")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #4897aae1
 @patch
@@ -250,11 +293,11 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     noise_multiplier=None, max_grad_norm=None, target=None, epochs:int=1,
     clip_rule:ClipRule|str|None=None, # A rule, its name, or None for flat clipping
     noise_schedule:Schedule|None=None, # By epoch or by step; None: constant
-    bound_schedule:Schedule|None=None, # Of strict_max_grad_norm where the rule has one, else of max_grad_norm
-    expected_batch_size:int|None=None, # b, public, of all processes together; None: the data loader's batch_size
-    loss_reduction:str="mean", # What the loop's loss does over the batch, mean or sum; the step is divided by b for both
+    bound_schedule:Schedule|None=None, # Of strict_max_grad_norm if any, else of max_grad_norm
+    expected_batch_size:int|None=None, # b, public, of all processes; None: the loader's
+    loss_reduction:str="mean", # What the loop's loss does over the batch: mean or sum
     noise_generator:torch.Generator|None=None, # A seed, for experiments
-    kernels:dict|None=None, # Layer name -> kernel, for runs that repeat to the bit on other machines
+    kernels:dict|None=None, # Layer name -> kernel, for runs that repeat to the bit
     **opacus_options,
 )->tuple:
     "What `make_private` and `make_private_with_epsilon` share."
@@ -264,22 +307,29 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     module, optimizer = unwrapped(module, optimizer)
     check_processes(module)
     check_parameters(module, optimizer)
-    rule, plan = rule_of(clip_rule, max_grad_norm), plan_of(data_loader, expected_batch_size, epochs)
+    rule, plan = rule_of(clip_rule, max_grad_norm), plan_of(data_loader, expected_batch_size,
+        epochs)
     check_schedules(noise_schedule=noise_schedule, bound_schedule=bound_schedule)
     check_bound(rule, bound_schedule, max_grad_norm)
     if target is None: noise_schedule = schedule_of(noise_schedule, noise_multiplier)
-    else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule, accountant=self.accountant.accountant, **target)
-    recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise_schedule, bound_schedule=bound_schedule,
-        is_mean=loss_reduction=="mean", kernels=kernels, target_delta=target and target["delta"])
+    else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule,
+        accountant=self.accountant.accountant, **target)
+    recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise_schedule,
+        bound_schedule=bound_schedule, is_mean=loss_reduction=="mean", kernels=kernels,
+        target_delta=target and target["delta"])
     return self.assemble(recipe, module, optimizer, data_loader, noise_generator)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #f9c1d5ae
 def check_spent(ledger:Ledger, **parts): # Module and optimizer, in an engine's wrapping or not
     "Refuse what another engine has trained: its steps would be left out of this one's budget."
     for name, part in parts.items():
-        other = next((x for x in getattr(part, "__dict__", {}).values() if isinstance(x, Ledger)), ledger)
-        if other is not ledger and len(other): raise ValueError(f"{name} must not have been trained by another PrivacyEngine, got one with {len(other)} steps in that one's ledger, "
-            "which this budget would leave out; go on with that engine, or build both anew (and load_checkpoint, to resume); where these data are of other people, give the unwrapped module and a new optimizer")
+        other = next((x for x in getattr(part, "__dict__", {}).values() if isinstance(x, Ledger)),
+            ledger)
+        if other is not ledger and len(other): raise ValueError(f"{name} must not have been "
+            f"trained by another PrivacyEngine, got one with {len(other)} steps in that one's "
+            "ledger, which this budget would leave out; go on with that engine, or build both "
+            "anew (and load_checkpoint, to resume); where these data are of other people, give "
+            "the unwrapped module and a new optimizer")
 
 def unwrapped(module, optimizer)->tuple: # (module, optimizer)
     "The user's own objects, without what an earlier engine put around them."
@@ -289,28 +339,37 @@ def unwrapped(module, optimizer)->tuple: # (module, optimizer)
 @patch
 def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of noise, and of batches
     "Where random bits come from."
-    if not isinstance(noise_generator, torch.Generator|None): raise ValueError(f"noise_generator must be a torch.Generator or None, got noise_generator={noise_generator!r}")
+    if not isinstance(noise_generator, torch.Generator|None): raise ValueError("noise_generator "
+        f"must be a torch.Generator or None, got noise_generator={noise_generator!r}")
     secure = noise_generator is None if self.secure_mode is None else self.secure_mode
-    if secure and noise_generator is not None: raise ValueError("noise_generator must be None with secure_mode=True: noise for release has no seed")
+    if secure and noise_generator is not None: raise ValueError("noise_generator must be None with "
+        "secure_mode=True: noise for release has no seed")
     if secure: return GaussianNoise(secure=True), GaussianNoise(secure=True)
-    batch_generator = seeded_by_torch(batch_generator) # Of its own: a second model on the same loader has other batches, and a place that is gone back to brings back no other keys
-    return GaussianNoise(generator=noise_generator or seeded_by_torch()), GaussianNoise(generator=batch_generator)
+    # Of its own: a second model on the same loader has other batches
+    batch_generator = seeded_by_torch(batch_generator)
+    return GaussianNoise(generator=noise_generator or seeded_by_torch()), GaussianNoise(
+        generator=batch_generator)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #ac3e56ab
 @patch
-def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, noise_generator)->tuple: # As `make_private`
+def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
+    noise_generator)->tuple: # As `make_private`
     "Step, optimizer, loader and module of a recipe."
     collate = collate_of(data_loader) # Before anything is changed
-    noise, batches = self.sources(noise_generator, data_loader.generator)
-    private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule, expected_batch_size=recipe.plan.expected_batch_size,
-        generator=noise.generator, secure_noise=noise.secure, kernels=recipe.kernels)
+    noise, source = self.sources(noise_generator, data_loader.generator)
+    private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule,
+        expected_batch_size=recipe.plan.expected_batch_size, generator=noise.generator,
+        secure_noise=noise.secure, kernels=recipe.kernels)
     private_step.engine = Tape(private_step.engine, recipe.is_mean)
-    self.target_delta, self.batches, self.first_rule = recipe.target_delta, batches, recipe.clip_rule
-    self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
-        bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
-    self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
-    loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches), collate)
-    self.workers_source = loader.generator # Decides what a data set's own randomness gives in worker processes
+    self.target_delta, self.first_rule = recipe.target_delta, recipe.clip_rule
+    self.batches = PoissonBatches(recipe.plan, source, target_steps=recipe.target_steps,
+        is_distributed=private_step.is_distributed,
+        fetched_ahead=data_loader.num_workers*(data_loader.prefetch_factor or 0))
+    self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, batches=self.batches,
+        noise_schedule=recipe.noise_schedule, bound_schedule=recipe.bound_schedule)
+    loader = poisson_loader(data_loader, self.batches, collate)
+    # Decides what a data set's own randomness gives in worker processes
+    self.workers_source = loader.generator
     module = PrivateModule(private_step.model, private_step.engine)
     module.privacy_ledger = self.accountant # Whoever else is given it can see what it has spent
     return module, self.optimizer, loader
@@ -319,74 +378,49 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
 @patch
 def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the target's delta
     "The report of all steps so far."
-    if delta is None and self.target_delta is None: raise ValueError("delta must be given where there is no target_delta, got delta=None")
-    return budget_report(self.accountant.events, delta=self.target_delta if delta is None else delta)
-
-# %% ../../nbs/algorithms/privacy_engine.ipynb #382d2bd0
-def read_checkpoint(path)->dict:
-    "Read a checkpoint, executing nothing."
-    try:
-        if not is_intact(path): raise OSError("flipped bits")
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError: raise
-    except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch cannot read ({type(error).__name__})") from None
-
-# %% ../../nbs/algorithms/privacy_engine.ipynb #54472e1e
-def check_readable(buffer:io.BytesIO):
-    "Refuse a checkpoint that could not be read again, before it takes the place of one that can."
-    buffer.seek(0)
-    try: torch.load(buffer, weights_only=True)
-    except Exception as error: raise ValueError(f"a checkpoint must hold tensors and plain values alone, got what torch does not read back ({str(error).splitlines()[0]}); turn NumPy's numbers into float or int") from None
+    if delta is None and self.target_delta is None: raise ValueError("delta must be given where "
+        "there is no target_delta, got delta=None")
+    return budget_report(self.accountant.events, delta=self.target_delta if delta is None
+        else delta)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #54fce36f
-def global_generators()->dict: # Plain values and tensors
-    "Where torch's, NumPy's and Python's own generators are; of NumPy's only the usual kind."
-    numpy = np.random.get_state()
-    plain = [x.tolist() if isinstance(x, np.ndarray) else x for x in numpy] if isinstance(numpy, tuple) else None
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": plain}
-
-def put_back(state:dict):
-    "Let those generators go on from where they were; an older checkpoint has torch's alone."
-    torch.set_rng_state(state["torch"])
-    if "python" in state: random.setstate(state["python"])
-    if state.get("numpy"): np.random.set_state(tuple(state["numpy"]))
-
 @patch
 def settings(self:PrivacyEngine)->dict: # Plain values
     "What two runs must share for one to go on with the other."
     optimizer = self.optimizer
-    return {"dataset_size": optimizer.plan.dataset_size, "expected_batch_size": optimizer.plan.expected_batch_size,
-        "noise_schedule": repr(optimizer.noise_schedule), "bound_schedule": repr(optimizer.bound_schedule),
-        "target_steps": optimizer.target_steps, "clip_rule": repr(self.first_rule), "noise_source": self.noise_source,
-        "optimizer": type(optimizer.original_optimizer).__name__}
+    plan = self.batches.plan
+    return {"dataset_size": plan.dataset_size, "expected_batch_size": plan.expected_batch_size,
+        "noise_schedule": repr(optimizer.noise_schedule),
+        "bound_schedule": repr(optimizer.bound_schedule),
+        "target_steps": self.batches.target_steps, "clip_rule": repr(self.first_rule),
+        "noise_source": self.noise_source, "optimizer": type(optimizer.original_optimizer).__name__}
 
 @patch
 def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
     "Ledger, place in the schedules, rule, kernels and generators."
     optimizer = self.optimizer
-    return {"settings": self.settings(), **global_generators(), "events": [asdict(e) for e in self.accountant.events], "steps_taken": optimizer.steps_taken,
-        "rule": asdict(optimizer.clip_rule), "kernels": optimizer.private_step.kernels,
-        "sources": [] if self.batches.secure else [optimizer.private_step.noise.generator.get_state(), optimizer.place, self.workers_source.get_state()]}
+    return {"settings": self.settings(), **random_states(), "events": self.accountant.state_dict(),
+        **self.batches.state_dict(), "rule": asdict(optimizer.clip_rule),
+        "kernels": optimizer.private_step.kernels,
+        "sources": [] if self.batches.source.secure
+        else [optimizer.private_step.noise.generator.get_state(), self.workers_source.get_state()]}
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c62dc52b
 @patch
 def load_state_dict(self:PrivacyEngine, state:dict):
     "Take up a saved state in a fresh engine of the same settings."
     optimizer = self.optimizer
-    if optimizer is None: raise ValueError("load_checkpoint must come after make_private, got an engine without an optimizer")
-    if len(self.accountant): raise ValueError(f"load_checkpoint must come before the first step, got {len(self.accountant)} steps in the ledger; to go on "
-        "from older weights, load them into the module, which leaves the ledger as it is")
-    for name, value in self.settings().items():
-        found = state["settings"].get(name, value) # A checkpoint from before it was kept may lack one
-        if found!=value: raise ValueError(f"{name} must be the checkpoint's {found}, got {name}={value}")
-    self.accountant.add(MechanismEvent(**e) for e in state["events"])
-    optimizer.steps_taken = state["steps_taken"]
-    optimizer.restart()
+    if optimizer is None: raise ValueError("load_checkpoint must come after make_private, got an "
+        "engine without an optimizer")
+    check_holds(state, ("settings", "events", "steps_taken", "place"))
+    check_settings(state["settings"], self.settings())
+    self.accountant.load_state_dict(state["events"])
+    self.batches.load_state_dict(state)
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
     optimizer.tape.kernels.update(state["kernels"])
-    put_back(state)
+    restore_random(state)
     if state["sources"]:
-        noise, optimizer.place, workers = state["sources"]
+        noise, workers = state["sources"]
         optimizer.private_step.noise.generator.set_state(noise)
         self.workers_source.set_state(workers)
 
@@ -394,39 +428,46 @@ def load_state_dict(self:PrivacyEngine, state:dict):
 @patch
 def check_own(self:PrivacyEngine, module, optimizer):
     "Refuse another engine's objects, of whose steps this one knows nothing."
-    if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
-    if getattr(module, "tape", None) is not optimizer.tape: raise ValueError("module must be the one of the last make_private, got another")
+    if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last "
+        "make_private, got another")
+    if getattr(module, "tape", None) is not optimizer.tape: raise ValueError("module must be the "
+        "one of the last make_private, got another")
 
 def check_fits(checkpoint:dict, module, optimizer):
-    "Refuse what is no checkpoint of a run of this module and optimizer, before anything of it is taken."
-    missing = [name for name in ("privacy_state_dict", "module_state_dict", "optimizer_state_dict") if name not in checkpoint]
-    if missing: raise ValueError(f"checkpoint must be of save_checkpoint, got a file without {missing[0]!r}")
-    ours, theirs = ({name: tuple(x.shape) for name, x in state.items() if isinstance(x, torch.Tensor)} for state in (module.state_dict(), checkpoint["module_state_dict"]))
+    "Refuse what is no checkpoint of this module and optimizer, before it is taken."
+    missing = [name for name in ("privacy_state_dict", "module_state_dict", "optimizer_state_dict")
+        if name not in checkpoint]
+    if missing: raise ValueError("checkpoint must be of save_checkpoint, got a file without "
+        f"{missing[0]!r}")
+    ours, theirs = (
+        {name: tuple(x.shape) for name, x in state.items() if isinstance(x, torch.Tensor)}
+        for state in (module.state_dict(), checkpoint["module_state_dict"]))
     wrong = sorted(name for name in {*ours, *theirs} if ours.get(name)!=theirs.get(name))
-    if wrong: raise ValueError(f"checkpoint must be of this module, got {wrong[0]!r} of shape {theirs.get(wrong[0])} for {ours.get(wrong[0])}")
-    groups = [[len(g["params"]) for g in state["param_groups"]] for state in (optimizer.state_dict(), checkpoint["optimizer_state_dict"])]
-    if groups[0]!=groups[1]: raise ValueError(f"checkpoint must be of an optimizer with parameters in groups of {groups[0]}, got {groups[1]}")
-
+    if wrong: raise ValueError(f"checkpoint must be of this module, got {wrong[0]!r} of shape "
+        f"{theirs.get(wrong[0])} for {ours.get(wrong[0])}")
+    groups = [[len(g["params"]) for g in state["param_groups"]]
+        for state in (optimizer.state_dict(), checkpoint["optimizer_state_dict"])]
+    if groups[0]!=groups[1]: raise ValueError("checkpoint must be of an optimizer with parameters "
+        f"in groups of {groups[0]}, got {groups[1]}")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bd
 @patch
 def save_checkpoint(self:PrivacyEngine, *,
     path, # Where to; a path
     module:PrivateModule, optimizer:PrivateOptimizer, # As `make_private` gave them
-    checkpoint_dict:dict|None=None, # What else belongs in it: a learning-rate scheduler's state, ...
+    checkpoint_dict:dict|None=None, # What else belongs in it, as a scheduler's state
 ):
     "Write the whole state of training, between two steps."
     self.check_own(module, optimizer)
-    if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between two steps, got one that is begun")
-    state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(), "optimizer_state_dict": optimizer.state_dict(),
-        "privacy_state_dict": self.state_dict()}
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    check_readable(buffer)
-    write_whole(Path(path), buffer.getvalue())
+    if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between "
+        "two steps, got one that is begun")
+    state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(), "privacy_state_dict": self.state_dict()}
+    write_checkpoint(path, state)
 
 @patch
-def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule, optimizer:PrivateOptimizer)->dict: # The whole checkpoint
+def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule,
+    optimizer:PrivateOptimizer)->dict: # The whole checkpoint
     "Take up a run where it was saved."
     checkpoint = read_checkpoint(path)
     if self.optimizer is not None: self.check_own(module, optimizer)

@@ -25,7 +25,7 @@ from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
 from ..training.records import RunSpec
 from ..training.planning import budget_report
-from ..training.run import Run, epoch
+from ..training.run import Run
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
 def _poisson_batches(
@@ -162,7 +162,7 @@ def check_loop(
     loop = Loop(rule, **options)
     sums, events = loop.run(_PLAN.epochs), loop.privacy.accountant.events
     passes = Loop(rule, **options).loader.batch_sampler
-    passes.optimizer.place = None # Without steps a seeded pass would be drawn again
+    passes.place = None # Without steps a seeded pass would be drawn again
     batches = [batch for _ in range(30) for batch in passes]
     interrupted = () if rule.counts_first else (_interrupted_pass(rule, **options),)
     return (
@@ -184,15 +184,19 @@ def check_run(
     spec:RunSpec, # A short run, with a noise multiplier of 10 or more throughout
     data:Dataset, # Small
 )->tuple[Check,...]:
-    "All that can be checked of a run of the trainer."
+    "All checks of a run of the trainer."
     labels = _SeenLabels(data.train_labels)
     run = Run(spec, replace(data, train_labels=labels))
-    with released(run.optimizer) as seen, _reaches(run.optimizer, run.step) as found:
-        for _ in range(spec.epochs):
-            epoch(run)
+    training = run.training
+    with (
+        released(training.optimizer) as seen,
+        _reaches(training.optimizer, training.step) as found
+    ):
+        for _ in range(spec.epochs): run.train_epoch()
     events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
-    rule, sums = run.step.clip_rule, [spec.expected_batch_size*x for x in seen]
+    rule, sums = training.step.clip_rule, [spec.expected_batch_size*x for x in seen]
     return (
-        _all_queries(rule, events, run.ledger), _poisson_batches(labels.batches, run.plan),
+        _all_queries(rule, events, training.multipliers.tolist()),
+        _poisson_batches(labels.batches, run.plan),
         _applied_noise(rule, sums, found, events)
     )
