@@ -2,7 +2,7 @@
 import torch
 from torch import nn
 from torchvision.models import resnet18
-from dp_companion.training.models import mnist_cnn
+from dp_companion.training.models import _mnist_cnn as mnist_cnn
 
 
 def digits_cnn():

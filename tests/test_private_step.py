@@ -27,7 +27,7 @@ from dp_companion.algorithms.clipping import PSAC, AutoS, ClipRule, Flat, Global
 from dp_companion.algorithms.engines import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
-from dp_companion.training.models import MODELS, build_model
+from dp_companion.training.models import _MODELS, build_model
 from dp_companion.training.sanitized import LAYERED
 from networks import batch, cifar_cnn, digits_cnn, mnist_cnn, opacus_resnet18, group_norm_resnet18
 from oracles.opacus_engines import ORACLES, one_by_one, opacus_hooks
@@ -93,13 +93,13 @@ SIDES = {"mnist_cnn": 28, "unbalanced_mnist_cnn": 28, "small_shufflenet": 24} # 
 
 def built(name, side, channels):
     "A network of the companion, with an empty sanitization layer where it is built around one."
-    if name in LAYERED and name not in MODELS: return LAYERED[name](12, sanitization=nn.Identity(), image_size=side, channels=channels, classes=5, **({"black": -1.} if name == "pooled_rows" else {}))
+    if name in LAYERED and name not in _MODELS: return LAYERED[name](12, sanitization=nn.Identity(), image_size=side, channels=channels, classes=5, **({"black": -1.} if name == "pooled_rows" else {}))
     if name == "nf_net_f0, all layers": return build_model("nf_net_f0", seed=0, classes=5, pretrained=False, trainable="all")
     return build_model(name, seed=0, image_size=side, channels=channels, classes=5, **({"pretrained": False} if name.startswith(("nf_net", "resnet50")) else {}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*MODELS, *LAYERED, "nf_net_f0, all layers"}))
+@pytest.mark.parametrize("name", sorted({*_MODELS, *LAYERED, "nf_net_f0, all layers"}))
 def test_the_step_is_that_of_opacus_on_every_model(name):
     if name.startswith("nf_net"): pytest.importorskip("timm", reason="timm is not installed (the extra `vision`)")
     side, channels = SIDES.get(name, 32), 1 if name in SIDES else 3

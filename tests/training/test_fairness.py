@@ -1,0 +1,65 @@
+"Fairness: published gaps, the AUC, and class names."
+import math
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from dp_companion.published import load
+from dp_companion.training.datasets import load_dataset
+from dp_companion.training.fairness import (
+    _fairness_metrics, group_accuracies, macro_roc_auc, privacy_cost_gap
+)
+from dp_companion.training.models import build_model
+
+properties = settings(derandomize=True, max_examples=40, deadline=None)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    "No test reads or writes the user's cache."
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
+
+
+def test_published_gaps_follow_from_the_published_group_accuracies():
+    rows = load("global_adapt_v2").query(
+        "dataset == 'Thinwall' and item in ['Table 7', 'Table 8', 'Table 9', 'Table 10', 'Table "
+        "11', 'Table 12']"
+    )
+    table = rows.fillna({"epsilon": 0}).pivot(
+        index=["method", "epsilon"], columns="metric", values="value"
+    )
+    groups = [
+        {m: row[f"accuracy_group_{m}"] for m in ("porous", "nonporous")}
+        for _, row in table.iterrows()
+    ]
+    base = groups[list(table.index).index(("Non-DP", 0))]
+    for run, printed in zip(groups, table.privacy_cost_gap):
+        if not math.isnan(printed):
+            assert privacy_cost_gap(
+                base, [run], "porous", "nonporous"
+            ) == pytest.approx(printed, abs=6e-4)
+
+
+@properties
+@given(st.integers(2, 5), st.integers(0, 2**32 - 1))
+def test_auc_ignores_the_scale_of_two_class_logits_and_groups_average_to_accuracy(classes, seed):
+    draw = torch.Generator().manual_seed(seed)
+    labels, logits = torch.arange(60) % classes, torch.randn(60, classes, generator=draw)
+    metrics = _fairness_metrics(logits, labels)
+    weighted = sum(
+        share*(labels == m).double().mean().item()
+        for m, share in group_accuracies(logits.argmax(1), labels).items()
+    )
+    assert metrics["accuracy"] == pytest.approx(weighted)
+    assert 0 <= metrics["auc"] <= 1
+    if classes == 2:
+        assert macro_roc_auc(logits/7, labels) == pytest.approx(metrics["auc"], abs=1e-9)
+    assert macro_roc_auc(torch.nn.functional.one_hot(labels, classes).float(), labels) == 1
+
+
+def test_fairness_of_a_data_set_uses_its_class_names():
+    data = load_dataset("synthetic_melt_pool_small")
+    logits = build_model("small_shufflenet", seed=0, image_size=24)(data.test_images)
+    assert list(_fairness_metrics(logits.detach(), data.test_labels, data.class_names)) == [
+        "accuracy", "auc", "accuracy_group_nonporous", "accuracy_group_porous"
+    ]
