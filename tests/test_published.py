@@ -48,7 +48,8 @@ def test_load_gives_floats_with_nan_only_where_the_paper_is_silent(text):
         assert frame[name].dtype == float
         assert (frame[name].isna() == (text[name] == "")).all()
     assert frame.value.notna().all()
-    assert [math.isclose(a, float(b)) for a, b in zip(frame.value, text.value, strict=True)] == [True]*len(frame)
+    assert ([math.isclose(a, float(b)) for a, b in zip(frame.value, text.value, strict=True)]
+            == [True]*len(frame))
 
 
 def test_the_four_papers_make_the_whole():
@@ -63,12 +64,14 @@ def test_each_block_of_a_table_is_complete(text):
     for table in ("Table 4", "Table 7", "Table 11", "Table 14"):
         rows = tables[tables["item"] == table]
         assert sorted(set(rows.epsilon), key=float) == ["1", "3", "5", "8", "10"]
-        assert rows.groupby("epsilon").size().nunique() == 1 and rows.groupby(["dataset", "method"]).size().nunique() == 1
+        assert rows.groupby("epsilon").size().nunique() == 1
+        assert rows.groupby(["dataset", "method"]).size().nunique() == 1
 
 
 def test_settings_are_key_value_pairs(text):
     for setting in set(text.setting) - {""}:
-        assert all(len(pair.split("=")) == 2 and all(pair.split("=")) for pair in setting.split(";")), setting
+        assert all(len(pair.split("=")) == 2 and all(pair.split("="))
+                   for pair in setting.split(";")), setting
 
 
 def test_the_headline_gains_follow_from_the_tables():
@@ -80,41 +83,60 @@ def test_the_headline_gains_follow_from_the_tables():
     assert round(sad["SAD-DPSGD"] - sad["DP-SGD"], 2) == 2.15
 
 
-DAMAGE = {
-    "a row is missing": (lambda t: t.drop(index=40), r"rows of global_adapt_v2, Table 5 must be 30, got rows=29"),
-    "a table is unknown": (lambda t: pd.concat([t, t.tail(1).assign(item="Table 9")]), r"rows of sanitization, Table 9 must be 0, got rows=1"),
-    "a paper is missing": (lambda t: t[t.paper != "sad"], r"rows of sad, Table I must be 3, got rows=0"),
-    "a column is unknown": (lambda t: t.assign(note=""), r"column must be one of .*, got column=note"),
-    "a column is missing": (lambda t: t.drop(columns="delta"), r"columns must include delta"),
-    "a value is a word": (lambda t: t.assign(value=t.value.where(t.index != 7, "N/A")), r"value must be a plain number, got value=N/A in global_adapt_v2, Table 4"),
-    "a value is infinite": (lambda t: t.assign(value=t.value.where(t.index != 7, "inf")), r"value must be a plain number, got value=inf"),
-    "a value keeps its percent sign": (lambda t: t.assign(value=t.value.where(t.index != 7, "98.77%")), r"value must be a plain number, got value=98.77%"),
-    "a value is empty": (lambda t: t.assign(value=t.value.where(t.index != 7, "")), r"value must be a plain number"),
-    "a delta is a word": (lambda t: t.assign(delta=t.delta.where(t.index != 7, "10^-5")), r"delta must be a plain number"),
-    "a row stands twice": (lambda t: pd.concat([t, t.head(1)]), r"each number must have one row, got a second row for global_adapt_v2, Table 4, MNIST"),
-    "a row stands twice with two values": (lambda t: pd.concat([t, t.head(1).assign(value="1")]), r"each number must have one row"),
-}
+DAMAGE = (
+    {"a row is missing": (lambda t: t.drop(index=40),
+                          r"rows of global_adapt_v2, Table 5 must be 30, got rows=29"),
+     "a table is unknown": (lambda t: pd.concat([t, t.tail(1).assign(item="Table 9")]),
+                            r"rows of sanitization, Table 9 must be 0, got rows=1"),
+     "a paper is missing": (lambda t: t[t.paper != "sad"],
+                            r"rows of sad, Table I must be 3, got rows=0"),
+     "a column is unknown": (lambda t: t.assign(note=""),
+                             r"column must be one of .*, got column=note"),
+     "a column is missing": (lambda t: t.drop(columns="delta"), r"columns must include delta"),
+     "a value is a word": (lambda t: t.assign(value=t.value.where(t.index != 7, "N/A")),
+                           r"value must be a plain number, got "
+                           r"value=N/A in global_adapt_v2, Table 4"),
+     "a value is infinite": (lambda t: t.assign(value=t.value.where(t.index != 7, "inf")),
+                             r"value must be a plain number, got value=inf"),
+     "a value keeps its percent sign": (
+         lambda t: t.assign(value=t.value.where(t.index != 7, "98.77%")),
+         r"value must be a plain number, got value=98.77%"),
+     "a value is empty": (lambda t: t.assign(value=t.value.where(t.index != 7, "")),
+                          r"value must be a plain number"),
+     "a delta is a word": (lambda t: t.assign(delta=t.delta.where(t.index != 7, "10^-5")),
+                           r"delta must be a plain number"),
+     "a row stands twice": (lambda t: pd.concat([t, t.head(1)]),
+                            r"each number must have one row, got a "
+                            r"second row for global_adapt_v2, Table 4, MNIST"),
+     "a row stands twice with two values": (lambda t: pd.concat([t, t.head(1).assign(value="1")]),
+                                            r"each number must have one row"),})
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused_in_one_sentence(text, name):
     damage, sentence = DAMAGE[name]
     check_published(text)
-    with pytest.raises(ValueError, match=sentence) as caught: check_published(damage(text))
+    with pytest.raises(ValueError, match=sentence) as caught:
+        check_published(damage(text))
     assert "\n" not in str(caught.value)
 
 
 def test_a_damaged_file_is_refused_on_loading(tmp_path, monkeypatch):
-    shutil.copytree(files("dp_companion") / "published", tmp_path / "published", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(files("dp_companion") / "published", tmp_path / "published",
+                    ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     monkeypatch.setattr(published, "files", lambda package: tmp_path)
     assert len(load("sad")) == 15
     path = tmp_path / "published" / "sad.csv"
     path.write_text(path.read_text().replace("80.68", "8O.68"))
-    with pytest.raises(ValueError, match="value must be a plain number, got value=8O.68 in sad, Table II"): load("sad")
+    with pytest.raises(ValueError,
+                       match="value must be a plain number, got value=8O.68 in sad, Table II"):
+        load("sad")
 
 
 def test_an_unknown_paper_is_refused():
-    with pytest.raises(ValueError, match="paper must be one of .*, got paper=sgd"): load("sgd")
+    with pytest.raises(ValueError, match="paper must be one of .*, got paper=sgd"):
+        load("sgd")
 
 
-def test_printed_decimals(): assert [printed_decimals(v) for v in ("88.0200", "80", "0.5")] == [4, 0, 1]
+def test_printed_decimals():
+    assert [printed_decimals(v) for v in ("88.0200", "80", "0.5")] == [4, 0, 1]

@@ -24,9 +24,11 @@ SMALL = PoissonPlan(dataset_size=1000, expected_batch_size=50, epochs=6)
 STEP = StepDecay(initial=1, decay_rate=0.5, drop_every=10)
 
 
-def event(sigma, q=0.01, steps=1, query="gradient"): return MechanismEvent(noise_multiplier=sigma, sample_rate=q, steps=steps, query=query)
+def event(sigma, q=0.01, steps=1, query="gradient"):
+    return MechanismEvent(noise_multiplier=sigma, sample_rate=q, steps=steps, query=query)
 def by_rdp(events, delta=1e-5): return rdp_to_epsilon(rdp_of_events(events), delta=delta).epsilon
-def by_pld(events, delta=1e-5, **kwargs): return certify(events, delta=delta, accountants=("pld",), **kwargs)["pld"].epsilon
+def by_pld(events, delta=1e-5, **kwargs):
+    return certify(events, delta=delta, accountants=("pld",), **kwargs)["pld"].epsilon
 
 
 def exact_gaussian(mu, delta):
@@ -40,16 +42,21 @@ def quadrature(sigma, q, alpha):
     sigma, q, alpha = map(mpmath.mpf, (sigma, q, alpha))
     with mpmath.workdps(25):
         bend = sigma*mpmath.log(1/q - 1) + 1/(2*sigma)
-        cuts = [c + k for c in (0, 1/sigma, 2/sigma, alpha/sigma) for k in (-12, 0, 12)] + [bend + k*sigma for k in (-12, -4, 0, 4, 12)]
+        cuts = ([c + k for c in (0, 1/sigma, 2/sigma, alpha/sigma) for k in (-12, 0, 12)]
+                + [bend + k*sigma for k in (-12, -4, 0, 4, 12)])
         cuts = sorted({c for c in cuts if -12 <= c <= alpha/sigma + 12})
-        moment = mpmath.quad(lambda x: mpmath.npdf(x)*(1 - q + q*mpmath.exp(x/sigma - 1/(2*sigma**2)))**alpha, cuts)
+        moment = mpmath.quad(lambda x: mpmath.npdf(x)
+                             *(1 - q + q*mpmath.exp(x/sigma - 1/(2*sigma**2)))**alpha, cuts)
         return float(mpmath.log(moment)/(alpha - 1))
 
 
 @settings(steady, max_examples=15)
-@given(st.floats(math.log(0.03), math.log(10)).map(math.exp), st.floats(math.log(1e-4), math.log(0.99)).map(math.exp), st.floats(-2, 1).map(lambda x: 1 + 10**x))
+@given(st.floats(math.log(0.03), math.log(10)).map(math.exp),
+       st.floats(math.log(1e-4), math.log(0.99)).map(math.exp),
+       st.floats(-2, 1).map(lambda x: 1 + 10**x))
 def test_divergence_is_the_integral(sigma, q, alpha):
-    np.testing.assert_allclose(rdp_sampled_gaussian(sigma, q, [alpha])[0], quadrature(sigma, q, alpha), rtol=1e-4, atol=1e-14)
+    np.testing.assert_allclose(rdp_sampled_gaussian(sigma, q, [alpha])[0],
+                               quadrature(sigma, q, alpha), rtol=1e-4, atol=1e-14)
 
 
 @pytest.mark.parametrize("q, sigma", [(0.01, 0.5), (0.01, 2), (64/60000, 1), (0.25, 0.8), (0.5, 5)])
@@ -57,7 +64,9 @@ def test_divergence_is_opacus(q, sigma):
     from opacus.accountants.analysis.rdp import compute_rdp
     shared = np.array([1 + x/10. for x in range(1, 100)] + list(range(12, 64)))
     theirs = compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=list(shared))
-    np.testing.assert_allclose((shared - 1)*rdp_sampled_gaussian(sigma, q, shared), (shared - 1)*theirs, rtol=1e-9, atol=3e-13) # Opacus's ln A carries 1e-13
+    # Opacus's ln A carries 1e-13
+    np.testing.assert_allclose((shared - 1)*rdp_sampled_gaussian(sigma, q, shared),
+                               (shared - 1)*theirs, rtol=1e-9, atol=3e-13)
     assert set(shared) <= set(ORDERS)
 
 
@@ -85,11 +94,13 @@ def test_never_below_the_exact_gaussian(sigma, steps, delta):
     got = certify([event(sigma, 1, steps)], delta=delta)
     assert exact*(1 - 1e-9) <= got["pld"].epsilon <= got["rdp"].epsilon
     assert got["pld"].epsilon <= exact*1.002 + 1e-9
-    assert exact_gaussian(2*math.sqrt(steps)/sigma, delta)*(1 - 1e-9) <= by_pld([event(sigma, 1, steps)], delta, neighbouring_relation="replace_one")
+    assert (exact_gaussian(2*math.sqrt(steps)/sigma, delta)*(1 - 1e-9)
+            <= by_pld([event(sigma, 1, steps)], delta, neighbouring_relation="replace_one"))
 
 
 @steady
-@given(sigmas, rates, st.integers(1, 100_000), st.floats(1.01, 3), st.floats(-10, -1).map(lambda x: 10**x))
+@given(sigmas, rates, st.integers(1, 100_000), st.floats(1.01, 3),
+       st.floats(-10, -1).map(lambda x: 10**x))
 def test_rdp_epsilon_is_monotone(sigma, q, steps, more, delta):
     here, slack = by_rdp([event(sigma, q, steps)], delta), 1 + 1e-9
     assert by_rdp([event(sigma*more, q, steps)], delta) <= here*slack
@@ -103,7 +114,8 @@ def test_pld_epsilon_is_monotone():
     def by_pld(events, delta=1e-5): return pld_epsilon(events, delta=delta, interval=1e-3)
     base = dict(sigma=1.0, q=0.02, steps=400)
     here, grid = by_pld([event(**base)]), 0.01
-    for change, up in [(dict(sigma=0.9), True), (dict(sigma=1.1), False), (dict(q=0.025), True), (dict(q=0.015), False), (dict(steps=500), True), (dict(steps=300), False)]:
+    for change, up in [(dict(sigma=0.9), True), (dict(sigma=1.1), False), (dict(q=0.025), True),
+                       (dict(q=0.015), False), (dict(steps=500), True), (dict(steps=300), False)]:
         there = by_pld([event(**(base | change))])
         assert (there > here + grid) if up else (there < here - grid), change
     assert by_pld([event(**base)], 1e-6) > here > by_pld([event(**base)], 1e-4)
@@ -111,7 +123,9 @@ def test_pld_epsilon_is_monotone():
 
 
 @settings(steady, max_examples=12)
-@given(st.floats(math.log(0.05), math.log(30)).map(math.exp), st.floats(math.log(1e-4), 0).map(math.exp), st.integers(1, 3000), st.sampled_from([1e-3, 1e-5, 1e-8, 1e-12]))
+@given(st.floats(math.log(0.05), math.log(30)).map(math.exp),
+       st.floats(math.log(1e-4), 0).map(math.exp), st.integers(1, 3000),
+       st.sampled_from([1e-3, 1e-5, 1e-8, 1e-12]))
 def test_pld_at_most_rdp(sigma, q, steps, delta):
     got = certify([event(sigma, q, steps), event(2*sigma, q, steps)], delta=delta)
     assert 0 <= got["pld"].epsilon <= got["rdp"].epsilon
@@ -121,7 +135,8 @@ def test_pld_at_most_rdp(sigma, q, steps, delta):
 def test_pld_between_its_own_bounds():
     from dp_companion.budgets.certified import _composed
     events = [event(0.8, 0.05, 20), event(4, 0.1, 5, "count")]
-    low = _composed(events, 1e-4, "add_or_remove_one", pessimistic=False).get_epsilon_for_delta(1e-5)
+    low = _composed(events, 1e-4, "add_or_remove_one",
+                    pessimistic=False).get_epsilon_for_delta(1e-5)
     assert low <= by_pld(events) <= low + 30e-4
 
 
@@ -135,22 +150,28 @@ def test_no_steps_cost_nothing_and_much_noise_next_to_nothing():
 @pytest.mark.parametrize("sigma", [1e-3, 1e-4, 1e-8])
 def test_tiny_noise_falls_back_and_says_so(sigma):
     got = certify([event(sigma, 64/60000, 1000)], delta=1e-5)
-    assert got["pld"].accountant == "rdp" and "RDP" in got["pld"].note and got["pld"].epsilon == got["rdp"].epsilon < math.inf
+    assert got["pld"].accountant == "rdp"
+    assert "RDP" in got["pld"].note
+    assert got["pld"].epsilon == got["rdp"].epsilon < math.inf
 
 
 def test_order_and_splitting_do_not_matter():
     events = [event(1, 0.01, 300), event(5, 0.1, 40, "count"), event(0.7, 0.01, 20)]
-    other = [event(0.7, 0.01, 20), event(1, 0.01, 100), event(5, 0.1, 40, "count"), event(1, 0.01, 200)]
+    other = [event(0.7, 0.01, 20), event(1, 0.01, 100), event(5, 0.1, 40, "count"),
+             event(1, 0.01, 200)]
     np.testing.assert_allclose(by_rdp(events), by_rdp(other), rtol=1e-12)
-    np.testing.assert_allclose(*[pld_epsilon(e, delta=1e-5, interval=1e-3) for e in (events, other)], rtol=1e-6)
+    np.testing.assert_allclose(*[pld_epsilon(e, delta=1e-5, interval=1e-3)
+                                 for e in (events, other)], rtol=1e-6)
 
 
 def test_many_multipliers_are_rounded_down():
-    events = gaussian_events(LinearDecay(initial=4, decay_rate=0.9995, unit="step"), PoissonPlan(dataset_size=1000, expected_batch_size=10, epochs=20))
+    events = gaussian_events(LinearDecay(initial=4, decay_rate=0.9995, unit="step"),
+                             PoissonPlan(dataset_size=1000, expected_batch_size=10, epochs=20))
     kept = merge_events(events, at_most=64)
     assert len(kept) <= 65 and sum(e.steps for e in kept) == len(events)
     assert by_rdp(events) <= by_rdp(kept) <= by_rdp(events)*1.03
-    assert min(e.noise_multiplier for e in kept) >= min(e.noise_multiplier for e in events)*(1 - 1e-12)
+    assert min(e.noise_multiplier for e in kept) >= min(e.noise_multiplier
+                                                        for e in events)*(1 - 1e-12)
 
 
 def test_known_values_of_the_main_schedule():
@@ -160,30 +181,42 @@ def test_known_values_of_the_main_schedule():
 
 
 @settings(steady, max_examples=12)
-@given(st.sampled_from([Constant(initial=5), StepDecay(initial=2, decay_rate=0.5, drop_every=2), LinearDecay(initial=1, decay_rate=0.9), TimeDecay(initial=1, decay_rate=0.1)]),
-       st.floats(math.log(0.005), math.log(1e4)).map(math.exp), st.sampled_from([1e-3, 1e-5, 1e-10]))
+@given(
+    st.sampled_from([Constant(initial=5), StepDecay(initial=2, decay_rate=0.5, drop_every=2),
+                     LinearDecay(initial=1, decay_rate=0.9), TimeDecay(initial=1, decay_rate=0.1)]),
+    st.floats(math.log(0.005), math.log(1e4)).map(math.exp), st.sampled_from([1e-3, 1e-5, 1e-10]))
 def test_rdp_calibration_never_overshoots(schedule, target, delta):
     sigma = calibrate(schedule, SMALL, target_epsilon=target, delta=delta, accountant="rdp")
-    assert sigma == calibrate_noise_multiplier(schedule.rescaled(77), SMALL, target_epsilon=target, delta=delta)
+    assert sigma == calibrate_noise_multiplier(schedule.rescaled(77), SMALL, target_epsilon=target,
+                                               delta=delta)
     spent = by_rdp(gaussian_events(schedule.rescaled(sigma), SMALL), delta)
-    assert spent <= target and (spent >= target*(1 - 1e-4) or by_rdp(gaussian_events(schedule.rescaled(sigma*(1 - 1e-6)), SMALL), delta) > target)
+    assert spent <= target
+    assert (spent >= target*(1 - 1e-4)
+            or by_rdp(gaussian_events(schedule.rescaled(sigma*(1 - 1e-6)), SMALL), delta) > target)
 
 
-@pytest.mark.parametrize("schedule, target, relation", [(StepDecay(initial=2, decay_rate=0.5, drop_every=2), 8, "add_or_remove_one"), (Constant(initial=1), 1, "replace_one")])
+@pytest.mark.parametrize("schedule, target, relation",
+                         [(StepDecay(initial=2, decay_rate=0.5, drop_every=2), 8,
+                           "add_or_remove_one"), (Constant(initial=1), 1, "replace_one")])
 def test_pld_calibration_never_overshoots(schedule, target, relation):
-    sigma = calibrate(schedule, SMALL, target_epsilon=target, delta=1e-5, accountant="pld", neighbouring_relation=relation)
-    assert target*(1 - 6e-4) <= by_pld(gaussian_events(schedule.rescaled(sigma), SMALL), neighbouring_relation=relation) <= target
+    sigma = calibrate(schedule, SMALL, target_epsilon=target, delta=1e-5, accountant="pld",
+                      neighbouring_relation=relation)
+    assert target*(1 - 6e-4) <= by_pld(gaussian_events(schedule.rescaled(sigma), SMALL),
+                                       neighbouring_relation=relation) <= target
 
 
 def test_claimed_calibration():
     derived = calibrate(STEP, MAIN, target_epsilon=3, delta=1e-5, accountant="tcdp")
-    assert claimed_budget(STEP.rescaled(derived), MAIN, delta=1e-5, formula="as_derived").epsilon <= 3*(1 + 1e-9)
-    assert f"{calibrate(STEP, MAIN, target_epsilon=1, delta=1e-5, accountant='as_printed'):.4f}" == "0.1916"
+    assert claimed_budget(STEP.rescaled(derived), MAIN, delta=1e-5,
+                          formula="as_derived").epsilon <= 3*(1 + 1e-9)
+    assert (f"{calibrate(STEP, MAIN, target_epsilon=1, delta=1e-5, accountant='as_printed'):.4f}"
+            == "0.1916")
     assert by_pld(gaussian_events(STEP.rescaled(derived), MAIN)) <= 3
 
 
 @steady
-@given(st.floats(0.1, 5), st.floats(-8, 8).map(math.exp), st.floats(-3, 3).map(math.exp), st.floats(0, 1))
+@given(st.floats(0.1, 5), st.floats(-8, 8).map(math.exp), st.floats(-3, 3).map(math.exp),
+       st.floats(0, 1))
 def test_smallest_scale_on_any_falling_function(power, centre, target, jump):
     def falling(s): return (centre/s)**power*(1 + jump*(s < centre))
     scale = smallest_scale(falling, target)
@@ -195,40 +228,70 @@ MAIN_TARGET = dict(target_epsilon=1, delta=1e-5)
 RUN = [event(1, 0.01, 10)]
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: rdp_sampled_gaussian(0, 0.1, [2]), "noise_multiplier must be finite and > 0, got noise_multiplier=0"),
-    (lambda: rdp_sampled_gaussian(math.nan, 0.1, [2]), "noise_multiplier must be finite and > 0, got noise_multiplier=nan"),
-    (lambda: rdp_sampled_gaussian(1, 0, [2]), "sample_rate must be in (0, 1], got sample_rate=0"),
-    (lambda: rdp_sampled_gaussian(1, 0.1, [2, 1]), "orders must be one row of finite numbers > 1"),
-    (lambda: rdp_sampled_gaussian(1, 0.1, []), "orders must be one row of finite numbers > 1"),
-    (lambda: rdp_to_epsilon([1, 2], [2, 3], delta=0), "delta must be in (0, 1), got delta=0"),
-    (lambda: rdp_to_epsilon([1, -2], [2, 3], delta=0.1), "rdp must be 2 values >= 0"),
-    (lambda: certify(RUN, delta=math.nan), "delta must be in (0, 1), got delta=nan"),
-    (lambda: certify(RUN, delta=1e-5, accountants=("moments",)), "accountants must be one of rdp, pld, got accountants=moments"),
-    (lambda: certify(RUN, delta=1e-5, neighbouring_relation="replace_one"), "neighbouring_relation must be add_or_remove_one or replace_special for accountant=rdp, got neighbouring_relation=replace_one"),
-    (lambda: certify(RUN, delta=1e-5, accountants=("pld",), neighbouring_relation="swap"), "neighbouring_relation must be one of"),
-    (lambda: pld_epsilon(RUN, delta=1e-13, interval=1e-3), "delta must be in [1e-10, 1) for accountant=pld"),
-    (lambda: calibrate(STEP, MAIN, target_epsilon=0, delta=1e-5), "target_epsilon must be finite and > 0, got target_epsilon=0"),
-    (lambda: calibrate(STEP, MAIN, target_epsilon=1, delta=1), "delta must be in (0, 1), got delta=1"),
-    (lambda: calibrate(STEP, MAIN, accountant="prv", **MAIN_TARGET), "accountant must be one of rdp, pld, tcdp, as_printed, got accountant=prv"),
-    (lambda: calibrate(STEP, MAIN, neighbouring_relation="replace_one", **MAIN_TARGET), "for accountant=rdp"),
-    (lambda: calibrate(STEP, MAIN, accountant="as_printed", neighbouring_relation="replace_one", **MAIN_TARGET), "for accountant=as_printed"),
-    (lambda: BudgetReport(certified={}, delta=1e-5, privacy_unit=""), "privacy_unit must be a name"),
-    (lambda: BudgetReport(certified={"gdp": Certified(1.0, "gdp")}, delta=1e-5), "certified must be one of rdp, pld"),
-])
+@pytest.mark.parametrize("call, message",
+                         [(lambda: rdp_sampled_gaussian(0, 0.1, [2]),
+                           "noise_multiplier must be finite and > 0, got noise_multiplier=0"),
+                          (lambda: rdp_sampled_gaussian(math.nan, 0.1, [2]),
+                           "noise_multiplier must be finite and > 0, got noise_multiplier=nan"),
+                          (lambda: rdp_sampled_gaussian(1, 0, [2]),
+                           "sample_rate must be in (0, 1], got sample_rate=0"),
+                          (lambda: rdp_sampled_gaussian(1, 0.1, [2, 1]),
+                           "orders must be one row of finite numbers > 1"),
+                          (lambda: rdp_sampled_gaussian(1, 0.1, []),
+                           "orders must be one row of finite numbers > 1"),
+                          (lambda: rdp_to_epsilon([1, 2], [2, 3], delta=0),
+                           "delta must be in (0, 1), got delta=0"),
+                          (lambda: rdp_to_epsilon([1, -2], [2, 3], delta=0.1),
+                           "rdp must be 2 values >= 0"),
+                          (lambda: certify(RUN, delta=math.nan),
+                           "delta must be in (0, 1), got delta=nan"),
+                          (lambda: certify(RUN, delta=1e-5, accountants=("moments",)),
+                           "accountants must be one of rdp, pld, got accountants=moments"),
+                          (lambda: certify(RUN, delta=1e-5, neighbouring_relation="replace_one"),
+                           "neighbouring_relation must be add_or_remove_one or replace_special "
+                           "for accountant=rdp, got neighbouring_relation=replace_one"),
+                          (lambda: certify(RUN, delta=1e-5, accountants=("pld",),
+                                           neighbouring_relation="swap"),
+                           "neighbouring_relation must be one of"),
+                          (lambda: pld_epsilon(RUN, delta=1e-13, interval=1e-3),
+                           "delta must be in [1e-10, 1) for accountant=pld"),
+                          (lambda: calibrate(STEP, MAIN, target_epsilon=0, delta=1e-5),
+                           "target_epsilon must be finite and > 0, got target_epsilon=0"),
+                          (lambda: calibrate(STEP, MAIN, target_epsilon=1, delta=1),
+                           "delta must be in (0, 1), got delta=1"),
+                          (lambda: calibrate(STEP, MAIN, accountant="prv", **MAIN_TARGET),
+                           "accountant must be one of rdp, pld, tcdp, as_printed, got "
+                           "accountant=prv"),
+                          (lambda: calibrate(STEP, MAIN, neighbouring_relation="replace_one",
+                                             **MAIN_TARGET), "for accountant=rdp"),
+                          (lambda: calibrate(STEP, MAIN, accountant="as_printed",
+                                             neighbouring_relation="replace_one", **MAIN_TARGET),
+                           "for accountant=as_printed"),
+                          (lambda: BudgetReport(certified={}, delta=1e-5, privacy_unit=""),
+                           "privacy_unit must be a name"),
+                          (lambda: BudgetReport(certified={"gdp": Certified(1.0, "gdp")},
+                                                delta=1e-5), "certified must be one of rdp, pld"),])
 def test_bad_input_is_one_sentence(call, message):
-    with pytest.raises(ValueError) as caught: call()
+    with pytest.raises(ValueError) as caught:
+        call()
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_report_is_json():
     schedule = STEP.rescaled(0.1916)
-    report = budget_report(gaussian_events(schedule, MAIN), delta=1e-5, accountants=("rdp",), claimed=claimed_budget(schedule, MAIN, delta=1e-5), empirical=2.5, privacy_unit="image")
+    report = budget_report(gaussian_events(schedule, MAIN), delta=1e-5, accountants=("rdp",),
+                           claimed=claimed_budget(schedule, MAIN, delta=1e-5), empirical=2.5,
+                           privacy_unit="image")
     plain = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert {"claimed", "certified", "empirical", "delta", "neighbouring_relation", "privacy_unit", "events", "preconditions", "verdict"} <= set(plain)
-    assert {"rho", "omega", "epsilon", "preconditions"} <= set(plain["claimed"]) and {"name", "value", "bound", "holds"} <= set(plain["preconditions"][0])
-    assert plain["events"][0] == {"noise_multiplier": 0.1916, "sample_rate": 64/60000, "steps": sum(MAIN.steps_per_epoch[:10]), "query": "gradient"}
-    assert plain["privacy_unit"] == "image" and "refuted" in plain["verdict"] and plain["certified"]["rdp"]["epsilon"] == report.epsilon
+    assert {"claimed", "certified", "empirical", "delta", "neighbouring_relation", "privacy_unit",
+            "events", "preconditions", "verdict"} <= set(plain)
+    assert {"rho", "omega", "epsilon", "preconditions"} <= set(plain["claimed"])
+    assert {"name", "value", "bound", "holds"} <= set(plain["preconditions"][0])
+    assert plain["events"][0] == {"noise_multiplier": 0.1916, "sample_rate": 64/60000,
+                                  "steps": sum(MAIN.steps_per_epoch[:10]), "query": "gradient"}
+    assert plain["privacy_unit"] == "image"
+    assert "refuted" in plain["verdict"]
+    assert plain["certified"]["rdp"]["epsilon"] == report.epsilon
 
 
 def test_rdp_of_ten_phases_is_quick():
@@ -241,19 +304,29 @@ def test_rdp_of_ten_phases_is_quick():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target, step_rdp, step_pld, constant_pld", [(3, 14.24, 13.17, 0.763), (8, 10.80, 10.31, 0.565)])
+@pytest.mark.parametrize("target, step_rdp, step_pld, constant_pld",
+                         [(3, 14.24, 13.17, 0.763), (8, 10.80, 10.31, 0.565)])
 def test_multipliers_for_paper_global_adapt_v2(target, step_rdp, step_pld, constant_pld):
     "Reference values computed apart from this package, on other grids."
     plan = PoissonPlan(dataset_size=60000, expected_batch_size=64, epochs=100)
     step, constant = StepDecay(initial=1, decay_rate=0.5, drop_every=10), Constant(initial=1)
-    for schedule, accountant, reference in ((step, "rdp", step_rdp), (step, "pld", step_pld), (constant, "pld", constant_pld)):
+    for schedule, accountant, reference in ((step, "rdp", step_rdp), (step, "pld", step_pld),
+                                            (constant, "pld", constant_pld)):
         sigma = calibrate(schedule, plan, target_epsilon=target, delta=1e-5, accountant=accountant)
         assert sigma == pytest.approx(reference, rel=2e-3)
-        assert certify(gaussian_events(schedule.rescaled(sigma), plan), delta=1e-5)[accountant].epsilon <= target
+        assert certify(gaussian_events(schedule.rescaled(sigma), plan),
+                       delta=1e-5)[accountant].epsilon <= target
 
 
-@pytest.mark.parametrize("call, sentence", [
-    (lambda: certify(MAIN, delta=1e-5), "events must be MechanismEvents, such as those of gaussian_events.*, got a PoissonPlan"), (lambda: certify([STEP], delta=1e-5), "got a StepDecay"),
-    (lambda: budget_report(1., delta=1e-5), "got a float"), (lambda: gaussian_events(MAIN, STEP), "schedule must be a Schedule and plan a PoissonPlan, in this order, got a PoissonPlan and a StepDecay")])
+@pytest.mark.parametrize("call, sentence",
+                         [(lambda: certify(MAIN, delta=1e-5),
+                           "events must be MechanismEvents, such as those of "
+                           "gaussian_events.*, got a PoissonPlan"),
+                          (lambda: certify([STEP], delta=1e-5), "got a StepDecay"),
+                          (lambda: budget_report(1., delta=1e-5), "got a float"),
+                          (lambda: gaussian_events(MAIN, STEP),
+                           "schedule must be a Schedule and plan a PoissonPlan, in this "
+                           "order, got a PoissonPlan and a StepDecay")])
 def test_what_is_no_event_is_said_in_a_sentence(call, sentence):
-    with pytest.raises(ValueError, match=sentence): call()
+    with pytest.raises(ValueError, match=sentence):
+        call()

@@ -18,7 +18,8 @@ from dp_companion.budgets.units import UNIT_ORDERS, certify_group, clipped_per_u
 SIGMA, RATE = st.floats(.4, 10), st.floats(1e-4, .9)
 
 
-def event(sigma, q, steps, query="gradient"): return MechanismEvent(noise_multiplier=sigma, sample_rate=q, steps=steps, query=query)
+def event(sigma, q, steps, query="gradient"):
+    return MechanismEvent(noise_multiplier=sigma, sample_rate=q, steps=steps, query=query)
 
 
 # ---- how many images
@@ -34,11 +35,13 @@ def test_keep_at_most_by_hand(units, images):
     kept = keep_at_most(units, images=images)
     assert kept.tolist() == want and nonprivate_unit_sizes(units[kept]).max() <= images
     for left_out in set(units.tolist()): # whatever one unit does, the others keep the same images
-        assert keep_at_most(units[units != left_out], images=images).tolist() == kept[units != left_out].tolist()
+        assert keep_at_most(units[units != left_out],
+                            images=images).tolist() == kept[units != left_out].tolist()
 
 
 def test_units_may_be_names():
-    assert keep_at_most(["b", "a", "b"], images=1).tolist() == [True, True, False] and nonprivate_unit_sizes(["b", "a", "b"]).tolist() == [1, 2]
+    assert keep_at_most(["b", "a", "b"], images=1).tolist() == [True, True, False]
+    assert nonprivate_unit_sizes(["b", "a", "b"]).tolist() == [1, 2]
 
 
 # ---- one release
@@ -47,16 +50,22 @@ def moment(sigma, q, k, power):
     "E_Q[(P/Q)^power] from every pattern of images in the batch, in 40 digits."
     with mpmath.workdps(40):
         sigma, q = mpmath.mpf(sigma), mpmath.mpf(q)
-        def ratio(x): return sum(q**sum(drawn)*(1 - q)**(k - sum(drawn))*mpmath.exp((2*sum(drawn)*x - sum(drawn)**2)/(2*sigma**2)) for drawn in itertools.product((0, 1), repeat=k))
-        edges = [sigma*z for z in range(-24, 25, 3)] + [j*max(power, 1) + z*sigma for j in range(k + 1) for z in (-6, 0, 6)]
+        def ratio(x):
+            return sum(q**sum(drawn)*(1 - q)**(k - sum(drawn))
+                       *mpmath.exp((2*sum(drawn)*x - sum(drawn)**2)/(2*sigma**2))
+                       for drawn in itertools.product((0, 1), repeat=k))
+        edges = ([sigma*z for z in range(-24, 25, 3)]
+                 + [j*max(power, 1) + z*sigma for j in range(k + 1) for z in (-6, 0, 6)])
         return mpmath.quad(lambda x: mpmath.npdf(x, 0, sigma)*ratio(x)**power, sorted(set(edges)))
 
 
 @pytest.mark.parametrize(("sigma", "q", "k"), [(.7, .05, 3), (2., .4, 2), (1., .016, 4)])
 @pytest.mark.parametrize("order", [1.5, 2.7, pytest.param(6, marks=pytest.mark.slow)])
 def test_rdp_is_the_larger_direction(sigma, q, k, order):
-    removed, added = (float(mpmath.log(moment(sigma, q, k, power)))/(order - 1) for power in (order, 1 - order))
-    np.testing.assert_allclose(rdp_unit(sigma, q, images=k, orders=[order])[0], max(removed, added), rtol=1e-8)
+    removed, added = (float(mpmath.log(moment(sigma, q, k, power)))/(order - 1)
+                      for power in (order, 1 - order))
+    np.testing.assert_allclose(rdp_unit(sigma, q, images=k, orders=[order])[0], max(removed, added),
+                               rtol=1e-8)
 
 
 def test_full_participation_is_a_gaussian():
@@ -70,7 +79,8 @@ def test_rdp_rises_with_images_and_stays_below_the_crude_bound(sigma, q, k):
     orders = np.array([1.5, 2, 4, 16])
     one, more = (rdp_unit(sigma, q, images=n, orders=orders) for n in (k, k + 1))
     assert (more >= one*(1 - 1e-9) - 1e-10).all()
-    all_at_once = rdp_unit(sigma/k, clipped_per_unit([event(sigma, q, 1)], images=k)[0].sample_rate, images=1, orders=orders)
+    all_at_once = rdp_unit(sigma/k, clipped_per_unit([event(sigma, q, 1)], images=k)[0].sample_rate,
+                           images=1, orders=orders)
     assert (one <= all_at_once*(1 + 1e-9) + 1e-10).all()
 
 
@@ -79,7 +89,9 @@ def test_little_noise_meets_the_crude_bound(sigma):
     "Above the full sum's value at the probability that all images are drawn, below the crude bound; no jump down where the one gives way to the other."
     rdp, orders = rdp_unit(sigma, .1, images=6), UNIT_ORDERS
     all_drawn = orders*36/(2*sigma**2) + orders/(orders - 1)*6*math.log(.1)
-    assert (rdp >= all_drawn*(1 - 1e-9)).all() and (rdp <= orders*36/(2*sigma**2)*(1 + 1e-9)).all() and (np.diff(rdp) > 0).all()
+    assert (rdp >= all_drawn*(1 - 1e-9)).all()
+    assert (rdp <= orders*36/(2*sigma**2)*(1 + 1e-9)).all()
+    assert (np.diff(rdp) > 0).all()
 
 
 # ---- a run
@@ -92,7 +104,8 @@ def exact_gaussian(mu, delta):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "steps", "k"), [(30., 100, 6), (5., 1, 3)])
 def test_full_participation_never_below_the_exact_value(sigma, steps, k):
-    got, exact = certify_group([event(sigma, 1, steps)], images=k, delta=1e-5), exact_gaussian(k*math.sqrt(steps)/sigma, 1e-5)
+    got = certify_group([event(sigma, 1, steps)], images=k, delta=1e-5)
+    exact = exact_gaussian(k*math.sqrt(steps)/sigma, 1e-5)
     assert exact <= got["pld"].epsilon <= exact*1.002 and got["pld"].epsilon <= got["rdp"].epsilon
 
 
@@ -100,25 +113,30 @@ def simulated_delta(epsilon, draw, sigma, q, k, steps, n=400_000):
     "delta(epsilon) of a run by simulation: batches are drawn image by image, losses are of the two densities."
     sums = (draw.random((n, steps, k)) < q).sum(-1) + sigma*draw.normal(size=(n, steps))
     weights = [math.comb(k, j)*q**j*(1 - q)**(k - j) for j in range(k + 1)]
-    loss = np.log(sum(w*np.exp((2*j*sums - j*j)/(2*sigma**2)) for j, w in enumerate(weights))).sum(1)
+    loss = (np.log(sum(w*np.exp((2*j*sums - j*j)/(2*sigma**2)) for j, w in enumerate(weights)))
+            .sum(1))
     gain = np.maximum(0, -np.expm1(epsilon - loss))
     return gain.mean(), gain.std()/math.sqrt(n)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sigma", "q", "k", "steps"), [(1.5, .1, 3, 8), (1., .05, 6, 4), (3., .3, 2, 10)])
+@pytest.mark.parametrize(("sigma", "q", "k", "steps"),
+                         [(1.5, .1, 3, 8), (1., .05, 6, 4), (3., .3, 2, 10)])
 def test_a_run_against_simulation(sigma, q, k, steps):
-    epsilon = certify_group([event(sigma, q, steps)], images=k, delta=.01, accountants=("pld",))["pld"].epsilon
+    epsilon = certify_group([event(sigma, q, steps)], images=k, delta=.01,
+                            accountants=("pld",))["pld"].epsilon
     draw = np.random.default_rng(0)
     at, noise = simulated_delta(epsilon, draw, sigma, q, k, steps)
-    assert abs(at - .01) < 5*noise + 1e-4, (epsilon, at, noise) # removing is the worse direction here
+    # removing is the worse direction here
+    assert abs(at - .01) < 5*noise + 1e-4, (epsilon, at, noise)
 
 
 @pytest.mark.slow
 def test_one_image_is_the_ordinary_certificate():
     run = [event(1.1, .02, 200), event(.9, .02, 100), event(10., .02, 300, "count")]
     ours, theirs = certify_group(run, images=1, delta=1e-5), certify(run, delta=1e-5)
-    for name in ("rdp", "pld"): np.testing.assert_allclose(ours[name].epsilon, theirs[name].epsilon, rtol=2e-3)
+    for name in ("rdp", "pld"):
+        np.testing.assert_allclose(ours[name].epsilon, theirs[name].epsilon, rtol=2e-3)
     assert ours["pld"].accountant == "pld"
 
 
@@ -134,7 +152,8 @@ def test_clipping_per_unit_by_simulation():
     rate = clipped_per_unit([event(1., .03, 1)], images=6)[0].sample_rate
     assert abs(draws.any(1).mean() - rate) < 4*math.sqrt(rate*(1 - rate)/200_000)
     run = [event(1.5, .03, 100)]
-    per_unit, per_image = certify(clipped_per_unit(run, images=6), delta=1e-3)["rdp"].epsilon, certify_group(run, images=6, delta=1e-3)["rdp"].epsilon
+    per_unit = certify(clipped_per_unit(run, images=6), delta=1e-3)["rdp"].epsilon
+    per_image = certify_group(run, images=6, delta=1e-3)["rdp"].epsilon
     assert certify(run, delta=1e-3)["rdp"].epsilon < per_unit < per_image
 
 
@@ -142,20 +161,27 @@ def gaussian_pair_delta(epsilon, points, weights, sigma):
     "Hockey-stick divergence of a mixture at `points` from a Gaussian at 0, on the line, by a fine sum."
     x = np.arange(-12, 14, 1e-3)[:, None]
     phi = lambda centre: np.exp(-(x - centre)**2/(2*sigma**2))/(sigma*math.sqrt(2*math.pi))
-    return np.maximum((phi(np.array(points))*weights).sum(1) - math.exp(epsilon)*phi(0)[:, 0], 0).sum()*1e-3
+    return np.maximum((phi(np.array(points))*weights).sum(1) - math.exp(epsilon)*phi(0)[:, 0],
+                      0).sum()*1e-3
 
 
 @pytest.mark.parametrize("combine", ["mean then clip", "sum then clip", "mean of clipped"])
 def test_sampled_and_clipped_per_unit_by_enumeration(combine):
     "Units of one to four images, gradients of any size: what one release tells of a unit is at most the sampled Gaussian's delta."
     draw, q, sigma = np.random.default_rng(1), .3, 1.1
-    worst = {epsilon: gaussian_pair_delta(epsilon, [0, 1], [1 - q, q], sigma) for epsilon in (.3, 1.)}
-    for epsilon in worst: np.testing.assert_allclose(certify([event(sigma, q, 1)], delta=worst[epsilon])["pld"].epsilon, epsilon, rtol=1e-3)
+    worst = {epsilon: gaussian_pair_delta(epsilon, [0, 1], [1 - q, q], sigma)
+             for epsilon in (.3, 1.)}
+    for epsilon in worst:
+        np.testing.assert_allclose(certify([event(sigma, q, 1)],
+                                           delta=worst[epsilon])["pld"].epsilon, epsilon, rtol=1e-3)
     for _ in range(20):
         gradients = draw.normal(scale=3, size=draw.integers(1, 5))
         clip = lambda g: g/np.maximum(1, np.abs(g))
-        moved = {"mean then clip": clip(gradients.mean()), "sum then clip": clip(gradients.sum()), "mean of clipped": clip(gradients).mean()}[combine]
-        for epsilon in worst: assert gaussian_pair_delta(epsilon, [0, abs(moved)], [1 - q, q], sigma) <= worst[epsilon] + 1e-9
+        moved = {"mean then clip": clip(gradients.mean()), "sum then clip": clip(gradients.sum()),
+                 "mean of clipped": clip(gradients).mean()}[combine]
+        for epsilon in worst:
+            assert gaussian_pair_delta(epsilon, [0, abs(moved)], [1 - q, q],
+                                       sigma) <= worst[epsilon] + 1e-9
 
 
 # ---- epsilon alone
@@ -165,28 +191,42 @@ def test_sampled_and_clipped_per_unit_by_enumeration(combine):
 def test_group_privacy_is_the_sum(epsilon, delta, k):
     total, out = group_privacy(epsilon, delta, images=k)
     assert total == k*epsilon
-    np.testing.assert_allclose(out, min(1, delta*sum(math.exp(j*epsilon) for j in range(k))), rtol=1e-9)
+    np.testing.assert_allclose(out, min(1, delta*sum(math.exp(j*epsilon) for j in range(k))),
+                               rtol=1e-9)
 
 
-@pytest.mark.parametrize(("call", "sentence"), [
-    (lambda: certify_group([], images=True, delta=.1), "images must be a whole number >= 1"),
-    (lambda: certify_group([], images=2.0, delta=.1), "images must be a whole number >= 1"),
-    (lambda: certify_group([], images=2, delta=0), "delta must be in (0, 1), got delta=0"),
-    (lambda: certify_group([], images=2, delta=.1, accountants="pld"), "accountants must be a tuple of names"),
-    (lambda: certify_group([], images=2, delta=.1, accountants=("moments",)), "accountants must be one of rdp, pld"),
-    (lambda: rdp_unit(1., .1, images=2, orders=[1.0]), "orders must be one row of finite numbers > 1"),
-    (lambda: rdp_unit(math.nan, .1, images=2), "noise_multiplier must be finite and > 0"),
-    (lambda: clipped_per_unit([], images=0), "images must be a whole number >= 1, got images=0"),
-    (lambda: keep_at_most([1], images=-1), "images must be a whole number >= 1"),
-    (lambda: group_privacy(1., 1., images=2), "delta must be in (0, 1)"),
-])
+@pytest.mark.parametrize(("call", "sentence"),
+                         [(lambda: certify_group([], images=True, delta=.1),
+                           "images must be a whole number >= 1"),
+                          (lambda: certify_group([], images=2.0, delta=.1),
+                           "images must be a whole number >= 1"),
+                          (lambda: certify_group([], images=2, delta=0),
+                           "delta must be in (0, 1), got delta=0"),
+                          (lambda: certify_group([], images=2, delta=.1, accountants="pld"),
+                           "accountants must be a tuple of names"),
+                          (lambda: certify_group([], images=2, delta=.1, accountants=("moments",)),
+                           "accountants must be one of rdp, pld"),
+                          (lambda: rdp_unit(1., .1, images=2, orders=[1.0]),
+                           "orders must be one row of finite numbers > 1"),
+                          (lambda: rdp_unit(math.nan, .1, images=2),
+                           "noise_multiplier must be finite and > 0"),
+                          (lambda: clipped_per_unit([], images=0),
+                           "images must be a whole number >= 1, got images=0"),
+                          (lambda: keep_at_most([1], images=-1),
+                           "images must be a whole number >= 1"),
+                          (lambda: group_privacy(1., 1., images=2), "delta must be in (0, 1)"),])
 def test_errors_are_sentences(call, sentence):
-    with pytest.raises(ValueError) as error: call()
+    with pytest.raises(ValueError) as error:
+        call()
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-def test_nothing_is_certified_for_nothing(): assert certify_group([], images=3, delta=.1)["pld"].epsilon == 0 == certify_group([event(1., .1, 0)], images=3, delta=.1)["rdp"].epsilon
+def test_nothing_is_certified_for_nothing():
+    assert (certify_group([], images=3, delta=.1)["pld"].epsilon == 0
+            == certify_group([event(1., .1, 0)], images=3, delta=.1)["rdp"].epsilon)
 
 
 def test_without_torch():
-    subprocess.run([sys.executable, "-c", "import sys, dp_companion.budgets.units; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run([sys.executable, "-c",
+                    "import sys, dp_companion.budgets.units; assert 'torch' not in sys.modules"],
+                   check=True)

@@ -20,13 +20,18 @@ from .rdp import calibrate_noise_multiplier, merge_events, rdp_of_events, rdp_to
 from .schedules import PoissonPlan, Schedule, _real, _word
 
 # %% ../../nbs/budgets/certified.ipynb #c18c9457
-RELATIONS = {"rdp": ("add_or_remove_one", "replace_special"), "pld": ("add_or_remove_one", "replace_special", "replace_one")} # what each accountant certifies
+# what each accountant certifies
+RELATIONS = {"rdp": ("add_or_remove_one", "replace_special"),
+             "pld": ("add_or_remove_one", "replace_special", "replace_one")}
 
 def _relation(neighbouring_relation, accountant):
     "The relation, where `accountant` can certify it."
     _word("neighbouring_relation", neighbouring_relation, RELATIONS["pld"])
     if neighbouring_relation not in RELATIONS[accountant]:
-        raise ValueError(f"neighbouring_relation must be {' or '.join(RELATIONS[accountant])} for accountant={accountant}, got neighbouring_relation={neighbouring_relation}; accountant=pld certifies it")
+        raise ValueError(f"neighbouring_relation must be {' or '.join(RELATIONS[accountant])} "
+                         f"for accountant={accountant}, got "
+                         f"neighbouring_relation={neighbouring_relation}; accountant=pld "
+                         "certifies it")
     return neighbouring_relation
 
 # %% ../../nbs/budgets/certified.ipynb #e554c6aa
@@ -42,7 +47,8 @@ def _by_rdp(events, delta, neighbouring_relation):
     "Epsilon by RDP (paper sad, Lemma 1)."
     _relation(neighbouring_relation, "rdp")
     found = rdp_to_epsilon(rdp_of_events(events), delta=delta)
-    note = f"The best order, {found.order:g}, is at the edge of the orders; a wider range may give less." if found.at_boundary else ""
+    note = (f"The best order, {found.order:g}, is at the edge of the orders; a wider "
+            "range may give less." if found.at_boundary else "")
     return Certified(found.epsilon, "rdp", note)
 
 # %% ../../nbs/budgets/certified.ipynb #2c7e91e0
@@ -51,7 +57,8 @@ def _loss_width(event):
     sigma, q = event.noise_multiplier, event.sample_rate
     full = (10.3*sigma + 0.5)/sigma**2
     if q == 1: return 2*full
-    return math.log1p(q*math.expm1(full)) - math.log1p(-q) if full < 700 else full + math.log(q) - math.log1p(-q)
+    return (math.log1p(q*math.expm1(full)) - math.log1p(-q) if full < 700
+            else full + math.log(q) - math.log1p(-q))
 
 # %% ../../nbs/budgets/certified.ipynb #9fa7ca36
 def grid_interval(
@@ -86,15 +93,20 @@ def _composed(events, interval, neighbouring_relation, pessimistic=True):
     "Privacy loss distribution of all events (DGKKM22), by dp-accounting."
     from dp_accounting.pld import privacy_loss_distribution as pld
     from dp_accounting.privacy_accountant import NeighboringRelation
-    relation, total = NeighboringRelation[neighbouring_relation.upper()], pld.identity(interval, pessimistic)
+    relation = NeighboringRelation[neighbouring_relation.upper()]
+    total = pld.identity(interval, pessimistic)
     for e in events:
-        one = pld.from_gaussian_mechanism(e.noise_multiplier, sampling_prob=e.sample_rate, value_discretization_interval=interval,
-                                          neighboring_relation=relation, pessimistic_estimate=pessimistic, use_connect_dots=pessimistic)
+        one = pld.from_gaussian_mechanism(e.noise_multiplier, sampling_prob=e.sample_rate,
+                                          value_discretization_interval=interval,
+                                          neighboring_relation=relation,
+                                          pessimistic_estimate=pessimistic,
+                                          use_connect_dots=pessimistic)
         total = total.compose(_repeated(one, e.steps))
     return total
 
 # %% ../../nbs/budgets/certified.ipynb #355272b5
-SMALLEST_DELTA, ROUNDING = 1e-10, 1e-12 # below the first, PLD is not used; the second is taken off delta
+# below the first, PLD is not used; the second is taken off delta
+SMALLEST_DELTA, ROUNDING = 1e-10, 1e-12
 
 def pld_epsilon(
     events:Iterable[MechanismEvent], # What ran, or will run; none gives 0
@@ -104,9 +116,13 @@ def pld_epsilon(
     neighbouring_relation:str="add_or_remove_one", # Any of `RELATIONS["pld"]`
 )->float: # epsilon, upper bound (nats); `inf` where the arithmetic fails
     "Epsilon by privacy loss distributions (DGKKM22), through dp-accounting."
-    if not SMALLEST_DELTA <= delta < 1: raise ValueError(f"delta must be in [{SMALLEST_DELTA:g}, 1) for accountant=pld, got delta={delta}")
+    if not SMALLEST_DELTA <= delta < 1:
+        raise ValueError(f"delta must be in [{SMALLEST_DELTA:g}, 1) for accountant=pld, got "
+                         f"delta={delta}")
     try:
-        with np.errstate(all="ignore"): found = _composed(composable(events), interval, neighbouring_relation).get_epsilon_for_delta(delta - ROUNDING)
+        with np.errstate(all="ignore"):
+            found = _composed(composable(events), interval,
+                              neighbouring_relation).get_epsilon_for_delta(delta - ROUNDING)
     except (OverflowError, FloatingPointError, ValueError, MemoryError): return math.inf
     return math.inf if math.isnan(found) else float(found)
 
@@ -114,19 +130,29 @@ def pld_epsilon(
 def _by_pld(events, delta, neighbouring_relation):
     "Epsilon by PLD, or by RDP where that is the one to report."
     replaced = _relation(neighbouring_relation, "pld") == "replace_one"
-    alike = tuple(replace(e, noise_multiplier=e.noise_multiplier/2) for e in events) if replaced else events # for the scale of the grid
+    # for the scale of the grid
+    alike = (tuple(replace(e, noise_multiplier=e.noise_multiplier/2) for e in events) if replaced
+             else events)
     scale = _by_rdp(alike, delta, "add_or_remove_one")
     bound = Certified(math.inf, "pld") if replaced else scale
-    if scale.epsilon == 0 and not replaced: return replace(scale, note="RDP certifies 0, so PLD was not asked.")
-    if delta < SMALLEST_DELTA: return _instead(bound, f"PLD is not used below delta={SMALLEST_DELTA:g}, where rounding decides")
-    interval = grid_interval(composable(alike), delta=delta) if scale.epsilon < math.inf else math.inf
-    found = pld_epsilon(events, delta=delta, interval=interval, neighbouring_relation=neighbouring_relation) if interval < math.inf else math.inf
+    if scale.epsilon == 0 and not replaced:
+        return replace(scale, note="RDP certifies 0, so PLD was not asked.")
+    if delta < SMALLEST_DELTA:
+        return _instead(bound,
+                        f"PLD is not used below delta={SMALLEST_DELTA:g}, where rounding decides")
+    interval = (grid_interval(composable(alike), delta=delta) if scale.epsilon < math.inf
+                else math.inf)
+    found = (pld_epsilon(events, delta=delta, interval=interval,
+                         neighbouring_relation=neighbouring_relation) if interval < math.inf
+             else math.inf)
     if found == math.inf: return _instead(bound, "PLD gives no finite value at this noise")
-    if found > bound.epsilon: return _instead(bound, f"PLD gives {found:.6g} on a grid of {interval:.2g}")
+    if found > bound.epsilon:
+        return _instead(bound, f"PLD gives {found:.6g} on a grid of {interval:.2g}")
     return Certified(found, "pld", f"Upper bound on a grid of {interval:.2g}.")
 
 def _instead(bound, reason):
-    rest = "this is RDP's bound" if bound.accountant == "rdp" else "no other accountant here knows this relation"
+    rest = ("this is RDP's bound" if bound.accountant == "rdp"
+            else "no other accountant here knows this relation")
     return replace(bound, note=f"{reason}; {rest}.")
 
 # %% ../../nbs/budgets/certified.ipynb #4d320efe
@@ -134,7 +160,9 @@ def _checked(events)->tuple: # MechanismEvents
     "Refuse what is no list of mechanism events."
     events = tuple(events) if isinstance(events, Iterable) else (events,)
     wrong = next((e for e in events if not isinstance(e, MechanismEvent)), None)
-    if wrong is not None: raise ValueError(f"events must be MechanismEvents, such as those of gaussian_events(schedule, plan), got a {type(wrong).__name__}")
+    if wrong is not None:
+        raise ValueError("events must be MechanismEvents, such as those of "
+                         f"gaussian_events(schedule, plan), got a {type(wrong).__name__}")
     return events
 
 def certify(
@@ -147,17 +175,22 @@ def certify(
     "What each accountant certifies for a run."
     events = _checked(events)
     _real("delta", delta, below=1)
-    if isinstance(accountants, str) or not accountants: raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
-    for name in accountants: _relation(neighbouring_relation, _word("accountants", name, tuple(RELATIONS)))
-    return {name: {"rdp": _by_rdp, "pld": _by_pld}[name](events, delta, neighbouring_relation) for name in accountants}
+    if isinstance(accountants, str) or not accountants:
+        raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
+    for name in accountants:
+        _relation(neighbouring_relation, _word("accountants", name, tuple(RELATIONS)))
+    return {name: {"rdp": _by_rdp, "pld": _by_pld}[name](events, delta, neighbouring_relation)
+            for name in accountants}
 
 # %% ../../nbs/budgets/certified.ipynb #2e66365b
 def _plain(value):
     "Plain JSON values: dataclasses become dictionaries, infinities words."
-    if is_dataclass(value): value = asdict(value)
+    if is_dataclass(value):
+        value = asdict(value)
     if isinstance(value, dict): return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)): return [_plain(v) for v in value]
-    if isinstance(value, np.generic): value = value.item()
+    if isinstance(value, np.generic):
+        value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 # %% ../../nbs/budgets/certified.ipynb #4b49e5ae
@@ -171,10 +204,16 @@ def verdict_of(
     empirical:float, # Lower bound of an attack; NaN where there is none
 )->str: # One plain sentence
     "What follows from three epsilons."
-    if empirical > certified: return f"The attack's {empirical:.4g} is above the certified {certified:.4g}: beyond the attack's confidence level, one of the two is wrong."
-    if empirical > claimed: return f"The claim of {claimed:.4g} is refuted: an attack achieved {empirical:.4g}."
-    if math.isinf(certified): return "Nothing is certified." if math.isnan(claimed) else f"The claim is {claimed:.4g}; nothing is certified."
-    if claimed < certified: return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
+    if empirical > certified:
+        return (f"The attack's {empirical:.4g} is above the certified {certified:.4g}: "
+                "beyond the attack's confidence level, one of the two is wrong.")
+    if empirical > claimed:
+        return f"The claim of {claimed:.4g} is refuted: an attack achieved {empirical:.4g}."
+    if math.isinf(certified):
+        return ("Nothing is certified." if math.isnan(claimed)
+                else f"The claim is {claimed:.4g}; nothing is certified.")
+    if claimed < certified:
+        return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
     return f"What is certified is {certified:.4g}."
 
 # %% ../../nbs/budgets/certified.ipynb #6eef61d9
@@ -184,17 +223,21 @@ class BudgetReport:
     certified: dict[str,Certified] # Upper bound by accountant
     delta: float # In (0, 1)
     claimed: ClaimedBudget|None = None # By the paper's formula
-    empirical: Any = None # Lower bound that an attack achieved: a number, or anything with `.epsilon`
-    neighbouring_relation: Literal["add_or_remove_one","replace_special","replace_one"] = "add_or_remove_one"
+    # Lower bound that an attack achieved: a number, or anything with `.epsilon`
+    empirical: Any = None
+    neighbouring_relation: Literal["add_or_remove_one","replace_special",
+                                   "replace_one"] = ("add_or_remove_one")
     privacy_unit: str = "record" # What one record is: record, image, lesion, user, ...
     events: tuple[MechanismEvent,...] = () # What was accounted
     preconditions: tuple = () # Of the claim: name, value, bound, holds
 
     def __post_init__(self):
         _real("delta", self.delta, below=1)
-        for name in self.certified: _relation(self.neighbouring_relation, _word("certified", name, tuple(RELATIONS)))
+        for name in self.certified:
+            _relation(self.neighbouring_relation, _word("certified", name, tuple(RELATIONS)))
         _word("neighbouring_relation", self.neighbouring_relation, RELATIONS["pld"])
-        if not (isinstance(self.privacy_unit, str) and self.privacy_unit): raise ValueError(f"privacy_unit must be a name, got privacy_unit={self.privacy_unit!r}")
+        if not (isinstance(self.privacy_unit, str) and self.privacy_unit):
+            raise ValueError(f"privacy_unit must be a name, got privacy_unit={self.privacy_unit!r}")
 
     @property
     def epsilon(self)->float: # Upper bound (nats); `inf` where nothing is certified
@@ -208,13 +251,17 @@ class BudgetReport:
 
     def __str__(self)->str: # A few lines
         "What a reader wants of it; `repr` has all."
-        bounds = ", ".join(f"{c.epsilon:.4g} by {name.upper()}" for name, c in self.certified.items()) or "nothing"
+        bounds = ", ".join(f"{c.epsilon:.4g} by {name.upper()}"
+                           for name, c in self.certified.items()) or "nothing"
         steps = sum(e.steps for e in self.events)
-        return f"Certified ε: {bounds}, at δ = {self.delta:g}, after {steps:,} noisy steps; neighbours: {self.neighbouring_relation.replace('_', ' ')}, one {self.privacy_unit}.\n{self.verdict}"
+        return (f"Certified ε: {bounds}, at δ = {self.delta:g}, after {steps:,} noisy steps; "
+                f"neighbours: {self.neighbouring_relation.replace('_', ' ')}, one "
+                f"{self.privacy_unit}.\n{self.verdict}")
 
     def to_dict(self)->dict: # Plain JSON values; infinities are the word "inf"
         "The report as JSON values."
-        return _plain({f: getattr(self, f) for f in self.__dataclass_fields__} | {"verdict": self.verdict})
+        return _plain({f: getattr(self, f) for f in self.__dataclass_fields__}
+                      | {"verdict": self.verdict})
 
 # %% ../../nbs/budgets/certified.ipynb #6857e154
 def budget_report(
@@ -228,8 +275,10 @@ def budget_report(
 )->BudgetReport:
     "Certify events and put the result beside the claim."
     events = _checked(events)
-    certified = certify(events, delta=delta, accountants=accountants, neighbouring_relation=neighbouring_relation)
-    return BudgetReport(certified=certified, delta=delta, claimed=claimed, neighbouring_relation=neighbouring_relation, events=events,
+    certified = certify(events, delta=delta, accountants=accountants,
+                        neighbouring_relation=neighbouring_relation)
+    return BudgetReport(certified=certified, delta=delta, claimed=claimed,
+                        neighbouring_relation=neighbouring_relation, events=events,
                         preconditions=claimed.preconditions if claimed else (), **rest)
 
 # %% ../../nbs/budgets/certified.ipynb #0949705c
@@ -250,26 +299,36 @@ def calibrate(
     _real("target_epsilon", target_epsilon)
     _real("delta", delta, below=1)
     target = dict(target_epsilon=target_epsilon, delta=delta)
-    if accountant in RELATIONS: _relation(neighbouring_relation, accountant)
+    if accountant in RELATIONS:
+        _relation(neighbouring_relation, accountant)
     if accountant == "rdp": return calibrate_noise_multiplier(schedule, plan, **target)
-    if accountant == "pld": return _calibrate_pld(schedule, plan, target_epsilon, delta, neighbouring_relation)
+    if accountant == "pld":
+        return _calibrate_pld(schedule, plan, target_epsilon, delta, neighbouring_relation)
     return _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation)
 
 # %% ../../nbs/budgets/certified.ipynb #0b7809df
 def _calibrate_pld(schedule, plan, target_epsilon, delta, neighbouring_relation):
     "Least initial multiplier whose PLD epsilon meets the target, within 5e-4."
     start = calibrate_noise_multiplier(schedule, plan, target_epsilon=target_epsilon, delta=delta)
-    def epsilon_of(sigma): return _by_pld(gaussian_events(schedule.rescaled(sigma), plan), delta, neighbouring_relation).epsilon
+    def epsilon_of(sigma):
+        return _by_pld(gaussian_events(schedule.rescaled(sigma), plan), delta,
+                       neighbouring_relation).epsilon
     return smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15)
 
 # %% ../../nbs/budgets/certified.ipynb #44e149ff
 def _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation):
     "Initial multiplier by the paper's formulas, as derived or as printed."
     if accountant == "as_printed":
-        if neighbouring_relation != "add_or_remove_one": raise ValueError(f"neighbouring_relation must be add_or_remove_one for accountant=as_printed, got neighbouring_relation={neighbouring_relation}")
+        if neighbouring_relation != "add_or_remove_one":
+            raise ValueError("neighbouring_relation must be add_or_remove_one "
+                             "for accountant=as_printed, got "
+                             f"neighbouring_relation={neighbouring_relation}")
         return calibrate_claimed(schedule, plan, formula="as_printed", **target)
-    derived = dict(formula="as_derived", sensitivity=2.0 if neighbouring_relation == "replace_one" else 1.0)
+    derived = dict(formula="as_derived", sensitivity=2.0 if neighbouring_relation == "replace_one"
+                   else 1.0)
     sigma = calibrate_claimed(schedule, plan, **derived, **target)
     claim = claimed_budget(schedule.rescaled(sigma), plan, delta=target["delta"], **derived)
-    if not claim.epsilon <= target["target_epsilon"]*(1 + 1e-9): raise ValueError(f"target_epsilon must be one that the derived tCDP budget can meet, got target_epsilon={target['target_epsilon']}; it gives {claim.epsilon:g}")
+    if not claim.epsilon <= target["target_epsilon"]*(1 + 1e-9):
+        raise ValueError("target_epsilon must be one that the derived tCDP budget can meet, got "
+                         f"target_epsilon={target['target_epsilon']}; it gives {claim.epsilon:g}")
     return sigma

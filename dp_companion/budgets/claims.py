@@ -18,8 +18,10 @@ from .schedules import PoissonPlan, StepDecay
 from ..published import load_text, printed_decimals
 
 # %% ../../nbs/budgets/claims.ipynb #d6943157
-PAPER_PLAN = PoissonPlan(dataset_size=60000, expected_batch_size=64, epochs=100) # MNIST in paper global_adapt_v2, Section 5
-PAPER_RATE, PAPER_DROP_EVERY, PAPER_DELTA = 0.5, 10, 1e-5 # R and K of its headline, δ of its Figure 9
+# MNIST in paper global_adapt_v2, Section 5
+PAPER_PLAN = PoissonPlan(dataset_size=60000, expected_batch_size=64, epochs=100)
+# R and K of its headline, δ of its Figure 9
+PAPER_RATE, PAPER_DROP_EVERY, PAPER_DELTA = 0.5, 10, 1e-5
 
 # %% ../../nbs/budgets/claims.ipynb #1d676828
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,8 @@ class MultiplierClaim:
     def schedule(self)->StepDecay: # Starts at the printed multiplier
         "The row's step decay."
         name, value = self.setting.split("=")
-        shape = {"decay_rate": PAPER_RATE, "drop_every": PAPER_DROP_EVERY, name: float(value) if name == "decay_rate" else int(value)}
+        shape = {"decay_rate": PAPER_RATE, "drop_every": PAPER_DROP_EVERY,
+                 name: float(value) if name == "decay_rate" else int(value)}
         return StepDecay(initial=float(self.printed), **shape)
 
     @property
@@ -45,11 +48,14 @@ class MultiplierClaim:
 def multiplier_claims()->list: # MultiplierClaims, in printed order
     "The ten noise multipliers that Tables 16 and 17 print (global_adapt_v2)."
     text = load_text("global_adapt_v2")
-    rows = text[text["item"].isin(["Table 16", "Table 17"]) & (text["metric"] == "noise_multiplier")]
-    return [MultiplierClaim(item=r["item"], setting=r["setting"], printed=r["value"]) for _, r in rows.iterrows()]
+    rows = (
+        text[text["item"].isin(["Table 16", "Table 17"]) & (text["metric"] == "noise_multiplier")])
+    return [MultiplierClaim(item=r["item"], setting=r["setting"], printed=r["value"])
+            for _, r in rows.iterrows()]
 
 # %% ../../nbs/budgets/claims.ipynb #ef11d1a9
-OPACUS_ORDERS = tuple([1 + x/10 for x in range(1, 100)] + list(range(12, 64))) # the orders of Opacus's RDP accountant
+# the orders of Opacus's RDP accountant
+OPACUS_ORDERS = tuple([1 + x/10 for x in range(1, 100)] + list(range(12, 64)))
 
 # %% ../../nbs/budgets/claims.ipynb #564cc51a
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +71,27 @@ class SanitizationClaim:
     @property
     def recomputed(self)->float: # nats
         "Epsilon of the subsampled Gaussian by RDP over Opacus's orders (sanitization, Section 6.2)."
-        plan = PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.batch_size, epochs=self.epochs)
-        event = MechanismEvent(noise_multiplier=self.noise_multiplier, sample_rate=plan.sample_rate, steps=plan.steps)
-        return rdp_to_epsilon(rdp_of_events((event,), OPACUS_ORDERS), OPACUS_ORDERS, delta=PAPER_DELTA).epsilon
+        plan = PoissonPlan(dataset_size=self.dataset_size, expected_batch_size=self.batch_size,
+                           epochs=self.epochs)
+        event = MechanismEvent(noise_multiplier=self.noise_multiplier, sample_rate=plan.sample_rate,
+                               steps=plan.steps)
+        return rdp_to_epsilon(rdp_of_events((event,), OPACUS_ORDERS), OPACUS_ORDERS,
+                              delta=PAPER_DELTA).epsilon
 
     def row_release(self,
         distance:float, # Distance between two neighbouring rows over the clipping bound's row norm: 2, or 1 where outputs are in [0, C]
     )->tuple: # One event per epoch: the record's noisy row is there for certain
         "What is released of one record: its noisy row, once an epoch."
-        return (MechanismEvent(noise_multiplier=self.noise_multiplier/distance, sample_rate=1., steps=self.epochs, query="row"),)
+        return (MechanismEvent(noise_multiplier=self.noise_multiplier/distance, sample_rate=1.,
+                               steps=self.epochs, query="row"),)
 
 # %% ../../nbs/budgets/claims.ipynb #38b0a9b4
-SANITIZATION_CLAIMS = tuple(SanitizationClaim(model=m, epochs=e, batch_size=b, printed=p, dataset_size=n) for m, e, b, p, n in (
-    ("ResNet-18", 30, 250, "2.34", 50_000), ("ResNet-18", 51, 250, "3.09", 50_000), ("ResNet-18", 82, 250, "4", 50_000), ("ResNet-18", 100, 250, "4.46", 50_000),
-    ("CNN", 50, 20, "0.85", 50_000), ("CNN", 57, 20, "0.88", 50_000), ("CNN", 100, 20, "1.096", 50_000), ("CNN", 100, 20, "1", 60_000))) # (sanitization, Sections 6.2 to 6.4 and Tables 2 to 4)
+# (sanitization, Sections 6.2 to 6.4 and Tables 2 to 4)
+SANITIZATION_CLAIMS = (
+    tuple(SanitizationClaim(model=m, epochs=e, batch_size=b, printed=p, dataset_size=n)
+          for m, e, b, p, n in (("ResNet-18", 30, 250, "2.34", 50_000),
+                                ("ResNet-18", 51, 250, "3.09", 50_000),
+                                ("ResNet-18", 82, 250, "4", 50_000),
+                                ("ResNet-18", 100, 250, "4.46", 50_000),
+                                ("CNN", 50, 20, "0.85", 50_000), ("CNN", 57, 20, "0.88", 50_000),
+                                ("CNN", 100, 20, "1.096", 50_000), ("CNN", 100, 20, "1", 60_000))))

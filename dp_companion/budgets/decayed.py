@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from .events import gaussian_events
 from .schedules import Constant, LinearDecay, PoissonPlan, Schedule, StepDecay, TimeDecay, _real, _word
-from .tcdp import (TCDP, Precondition, amplify_by_sampling, compose_tcdp, conversion_preconditions,
-                                       epsilon_to_rho, gaussian_tcdp, tcdp_to_epsilon)
+from .tcdp import (TCDP, Precondition, amplify_by_sampling, compose_tcdp,
+                                       conversion_preconditions, epsilon_to_rho, gaussian_tcdp,
+                                       tcdp_to_epsilon)
 
 # %% ../../nbs/budgets/decayed.ipynb #e8960fb5
 def _geometric_sum(
@@ -23,7 +24,9 @@ def _geometric_sum(
     "Sum of a geometric sequence (paper global_adapt_v2, equation 8)."
     ratio = 1/decay_rate
     try: return math.expm1(terms*math.log(ratio))/(ratio - 1)
-    except OverflowError: raise ValueError(f"decay_rate must keep its sum over {terms} terms finite, got decay_rate={decay_rate}") from None
+    except OverflowError:
+        raise ValueError(f"decay_rate must keep its sum over {terms} terms finite, got "
+                         f"decay_rate={decay_rate}") from None
 
 # %% ../../nbs/budgets/decayed.ipynb #e180fb0c
 def precision_sum(
@@ -53,11 +56,17 @@ def smallest_variance(
 # %% ../../nbs/budgets/decayed.ipynb #b4cd4929
 def _check_closed_form(schedule, epochs):
     "Return `epochs` when the paper has a formula for this schedule."
-    _word("schedule", type(schedule).__name__, ("Constant", "LinearDecay", "TimeDecay", "StepDecay"))
-    if schedule.unit != "epoch": raise ValueError(f"unit must be epoch for the paper's formulas, got unit={schedule.unit}; use formula=as_derived")
-    if getattr(schedule, "decay_of", "variance") != "variance": raise ValueError("decay_of must be variance for the paper's formulas, got decay_of=value; use formula=as_derived")
+    _word("schedule", type(schedule).__name__,
+          ("Constant", "LinearDecay", "TimeDecay", "StepDecay"))
+    if schedule.unit != "epoch":
+        raise ValueError("unit must be epoch for the paper's formulas, got "
+                         f"unit={schedule.unit}; use formula=as_derived")
+    if getattr(schedule, "decay_of", "variance") != "variance":
+        raise ValueError("decay_of must be variance for the paper's formulas, got "
+                         "decay_of=value; use formula=as_derived")
     if isinstance(schedule, StepDecay) and epochs % schedule.drop_every:
-        raise ValueError(f"epochs must be divisible by drop_every={schedule.drop_every} for the paper's formulas, got epochs={epochs}")
+        raise ValueError(f"epochs must be divisible by drop_every={schedule.drop_every} for the "
+                         f"paper's formulas, got epochs={epochs}")
     return epochs
 
 # %% ../../nbs/budgets/decayed.ipynb #c6021cdb
@@ -67,7 +76,8 @@ class ClaimedBudget:
     rho: float # Total slope
     omega: float # Total order; 1 or less says nothing
     epsilon: float # epsilon (nats); `inf` for as_derived where nothing follows
-    preconditions: tuple[Precondition,...] # Of the worst release, of the conversion, and of the setting
+    # Of the worst release, of the conversion, and of the setting
+    preconditions: tuple[Precondition,...]
     formula: str # as_printed, as_stated or as_derived
 
     @property
@@ -90,7 +100,8 @@ def _paper_total(
     sensitivity:float, # In clipping bounds
 )->TCDP:
     "Total budget by the paper's Table 2."
-    unit, log_inv_q = gaussian_tcdp(schedule.initial, sensitivity=sensitivity).rho, -math.log(plan.sample_rate)
+    unit = gaussian_tcdp(schedule.initial, sensitivity=sensitivity).rho
+    log_inv_q = -math.log(plan.sample_rate)
     divisor = schedule.drop_every if isinstance(schedule, StepDecay) else 1
     return TCDP(13*plan.sample_rate**2*unit*_formula_sum(schedule, plan.epochs, formula),
                 log_inv_q/(4*unit)*smallest_variance(schedule, plan.epochs)/divisor)
@@ -102,8 +113,10 @@ def _derived_total(
     sensitivity:float, # In clipping bounds
 )->TCDP:
     "Total budget by Lemmas 1, 2 and 4, one release per iteration."
-    return compose_tcdp(amplify_by_sampling(gaussian_tcdp(event.noise_multiplier, sensitivity=sensitivity), event.sample_rate)[0].repeated(event.steps)
-                        for event in gaussian_events(schedule, plan))
+    return compose_tcdp(
+        amplify_by_sampling(gaussian_tcdp(event.noise_multiplier, sensitivity=sensitivity),
+                            event.sample_rate)[0].repeated(event.steps)
+        for event in gaussian_events(schedule, plan))
 
 # %% ../../nbs/budgets/decayed.ipynb #18f43140
 def _worst(
@@ -123,8 +136,10 @@ def _preconditions(
 )->tuple[Precondition,...]:
     "What Lemmas 2 to 4 ask for, and whether it holds."
     multipliers = sorted({event.noise_multiplier for event in gaussian_events(schedule, plan)})
-    each = [amplify_by_sampling(gaussian_tcdp(sigma, sensitivity=sensitivity), plan.sample_rate)[1] for sigma in multipliers]
-    derived, spread = formula == "as_derived", math.sqrt(plan.expected_batch_size*(1 - plan.sample_rate))
+    each = [amplify_by_sampling(gaussian_tcdp(sigma, sensitivity=sensitivity), plan.sample_rate)[1]
+            for sigma in multipliers]
+    derived = formula == "as_derived"
+    spread = math.sqrt(plan.expected_batch_size*(1 - plan.sample_rate))
     releases = plan.steps if derived else plan.epochs
     return (*map(_worst, zip(*each)), *conversion_preconditions(total, delta=delta)[:1 if derived else 2], # both branches need omega > 1
             Precondition("releases composed >= releases made", releases, plan.steps, releases >= plan.steps),
@@ -144,14 +159,19 @@ def claimed_budget(
     _word("formula", formula, FORMULAS)
     _real("delta", delta, below=1)
     derived = formula == "as_derived"
-    total = _derived_total(schedule, plan, sensitivity) if derived else _paper_total(schedule, plan, formula, sensitivity)
+    total = (_derived_total(schedule, plan, sensitivity) if derived
+             else _paper_total(schedule, plan, formula, sensitivity))
     conditions = _preconditions(schedule, plan, total, delta, sensitivity, formula)
     follows = all(p.holds for p in conditions[:5]) # Lemma 4, and omega > 1
-    epsilon = math.inf if derived and not follows else tcdp_to_epsilon(total.rho, total.omega if derived else math.inf, delta=delta)
-    return ClaimedBudget(rho=total.rho, omega=total.omega, epsilon=epsilon, preconditions=conditions, formula=formula)
+    epsilon = (math.inf if derived and not follows
+               else tcdp_to_epsilon(total.rho, total.omega if derived else math.inf, delta=delta))
+    return ClaimedBudget(rho=total.rho, omega=total.omega, epsilon=epsilon,
+                         preconditions=conditions, formula=formula)
 
 # %% ../../nbs/budgets/decayed.ipynb #8c2648a7
-FIGURE_9_READING = 0.0206 # rho at epsilon = 1, delta = 1e-5: the one round value that fits all printed multipliers; the paper says that it used its Figure 9; the exact inverse is 0.02082
+# rho at epsilon = 1, delta = 1e-5: the one round value that fits all printed multipliers; the paper
+# says that it used its Figure 9; the exact inverse is 0.02082
+FIGURE_9_READING = 0.0206
 
 def _claimed_rho(target_epsilon, delta, formula):
     "rho for a target: the paper's reading where the formula is as_printed and the paper read it, the exact inverse elsewhere."
@@ -167,15 +187,21 @@ def _derived_initial(
 )->float:
     "Initial noise multiplier by Lemmas 1 to 4, one release per iteration."
     q, C, L = plan.sample_rate, sensitivity, -math.log(delta)
-    if not q <= 0.1: raise ValueError(f"sample_rate must be <= 0.1 for formula=as_derived, got sample_rate={q}")
-    variances = [(event.noise_multiplier**2, event.steps) for event in gaussian_events(schedule.rescaled(1.0), plan)]
+    if not q <= 0.1:
+        raise ValueError(f"sample_rate must be <= 0.1 for formula=as_derived, got sample_rate={q}")
+    variances = [(event.noise_multiplier**2, event.steps)
+                 for event in gaussian_events(schedule.rescaled(1.0), plan)]
     v = min(ratio for ratio, _ in variances)
-    if not v > 1e-250: raise ValueError(f"schedule must not fall below 1e-125 of its start for formula=as_derived, got {math.sqrt(v):g}")
+    if not v > 1e-250:
+        raise ValueError("schedule must not fall below 1e-125 of its start for formula=as_derived, "
+                         f"got {math.sqrt(v):g}")
     S = math.fsum(steps/ratio for ratio, steps in variances)
     rho = epsilon_to_rho(target_epsilon, delta=delta)
     A = 13/4*q**2*-math.log(q)*S*v # rho*omega, whatever the initial multiplier
-    if L <= (A/rho - 1)**2*rho and A > rho: variance = 13*q**2*C**2*S/(2*rho)
-    else: variance = 2*C**2*(1 + L/(target_epsilon - A))/(-math.log(q)*v)
+    if L <= (A/rho - 1)**2*rho and A > rho:
+        variance = 13*q**2*C**2*S/(2*rho)
+    else:
+        variance = 2*C**2*(1 + L/(target_epsilon - A))/(-math.log(q)*v)
     return math.sqrt(max(variance, 5*C**2/v))*(1 + 1e-12)
 
 # %% ../../nbs/budgets/decayed.ipynb #7d927731
@@ -190,8 +216,11 @@ def calibrate_claimed(
 )->float: # Initial noise multiplier
     "Initial noise multiplier whose claimed epsilon is the target; as_printed takes `FIGURE_9_READING` at epsilon 1, delta 1e-5 (paper global_adapt_v2, Section 7)."
     _word("formula", formula, FORMULAS)
-    for name, value, below in (("target_epsilon", target_epsilon, math.inf), ("delta", delta, 1), ("sensitivity", sensitivity, math.inf)):
+    for name, value, below in (("target_epsilon", target_epsilon, math.inf), ("delta", delta, 1),
+                               ("sensitivity", sensitivity, math.inf)):
         _real(name, value, below=below)
-    if formula == "as_derived": return _derived_initial(schedule, plan, target_epsilon, delta, sensitivity)
+    if formula == "as_derived":
+        return _derived_initial(schedule, plan, target_epsilon, delta, sensitivity)
     rho = _claimed_rho(target_epsilon, delta, formula)
-    return plan.sample_rate*sensitivity*math.sqrt(13*_formula_sum(schedule, plan.epochs, formula)/(2*rho))
+    return (plan.sample_rate*sensitivity
+            *math.sqrt(13*_formula_sum(schedule, plan.epochs, formula)/(2*rho)))

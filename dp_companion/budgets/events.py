@@ -16,21 +16,30 @@ from .schedules import PoissonPlan, Schedule, _real, _whole
 @dataclass(frozen=True, kw_only=True)
 class MechanismEvent:
     "A sampled Gaussian mechanism, repeated `steps` times."
-    noise_multiplier: float # sigma, noise std / what one added or removed record changes (C for a clipped sum, 1 for a count); finite, > 0
+    # sigma, noise std / what one added or removed record changes (C for a clipped sum, 1 for a
+    # count); finite, > 0
+    noise_multiplier: float
     sample_rate: float # q, probability that a record is in the batch; in (0, 1]
     steps: int # How many times; >= 0
     query: str = "gradient" # What was asked
 
     def __post_init__(self):
         _real("noise_multiplier", self.noise_multiplier)
-        if self.sample_rate != 1: _sample_rate(self.sample_rate)
-        for name, value in (("noise_multiplier", float(self.noise_multiplier)), ("sample_rate", float(self.sample_rate)), ("steps", _whole("steps", self.steps, 0))): object.__setattr__(self, name, value)
-        if not (isinstance(self.query, str) and self.query): raise ValueError(f"query must be a name, got query={self.query!r}")
+        if self.sample_rate != 1:
+            _sample_rate(self.sample_rate)
+        for name, value in (("noise_multiplier", float(self.noise_multiplier)),
+                            ("sample_rate", float(self.sample_rate)),
+                            ("steps", _whole("steps", self.steps, 0))):
+            object.__setattr__(self, name, value)
+        if not (isinstance(self.query, str) and self.query):
+            raise ValueError(f"query must be a name, got query={self.query!r}")
 
 # %% ../../nbs/budgets/events.ipynb #a171746a
 def _sample_rate(sample_rate):
-    try: _real("sample_rate", sample_rate, below=1)
-    except ValueError: raise ValueError(f"sample_rate must be in (0, 1], got sample_rate={sample_rate}") from None
+    try:
+        _real("sample_rate", sample_rate, below=1)
+    except ValueError:
+        raise ValueError(f"sample_rate must be in (0, 1], got sample_rate={sample_rate}") from None
 
 # %% ../../nbs/budgets/events.ipynb #b29fb2ba
 def gaussian_events(
@@ -40,14 +49,18 @@ def gaussian_events(
     query:str="gradient", # What was asked at each step
 )->tuple[MechanismEvent,...]: # One event per run of equal multipliers, in order
     "Mechanism events of a whole training run (paper global_adapt_v2, Algorithm 1)."
-    if not (isinstance(schedule, Schedule) and isinstance(plan, PoissonPlan)): raise ValueError(f"schedule must be a Schedule and plan a PoissonPlan, in this order, got a {type(schedule).__name__} and a {type(plan).__name__}")
+    if not (isinstance(schedule, Schedule) and isinstance(plan, PoissonPlan)):
+        raise ValueError("schedule must be a Schedule and plan a PoissonPlan, in this order, got a "
+                         f"{type(schedule).__name__} and a {type(plan).__name__}")
     per_step = schedule.unit == "step"
     multipliers = schedule.values(plan.steps if per_step else plan.epochs)
     counts = np.ones(plan.steps, dtype=int) if per_step else plan.steps_per_epoch
     multipliers, counts = multipliers[counts > 0], counts[counts > 0]
-    starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan) != 0) # NaN differs from all: the first always starts a run
+    # NaN differs from all: the first always starts a run
+    starts = np.flatnonzero(np.diff(multipliers, prepend=np.nan) != 0)
     runs = zip(multipliers[starts].tolist(), np.add.reduceat(counts, starts).tolist())
-    return tuple(MechanismEvent(noise_multiplier=sigma, sample_rate=plan.sample_rate, steps=steps, query=query) for sigma, steps in runs)
+    return tuple(MechanismEvent(noise_multiplier=sigma, sample_rate=plan.sample_rate, steps=steps,
+                                query=query) for sigma, steps in runs)
 
 # %% ../../nbs/budgets/events.ipynb #8b1d2817
 def per_step_multipliers(

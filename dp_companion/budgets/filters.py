@@ -18,7 +18,8 @@ from .rdp import ORDERS, calibrate_noise_multiplier, rdp_of_events, rdp_sampled_
 from .schedules import Constant, PoissonPlan, _real
 
 # %% ../../nbs/budgets/filters.ipynb #ba17bd67
-FALLBACK_ORDERS = (1.3, 1.5, 2., 3., 4., 6., 8., 12., 16., 24., 32., 48., 64., 128., 256.) # for runs that turn out unlike their plan
+# for runs that turn out unlike their plan
+FALLBACK_ORDERS = (1.3, 1.5, 2., 3., 4., 6., 8., 12., 16., 24., 32., 48., 64., 128., 256.)
 
 def planned_orders(
     plan:PoissonPlan, # The run that is expected; public
@@ -29,8 +30,10 @@ def planned_orders(
 )->dict[float,float]: # Share of delta by order; sums to 1
     "The best order of constant noise over a planned run, and what is put on others."
     if not 0 <= spread < 1: raise ValueError(f"spread must be in [0, 1), got spread={spread}")
-    sigma = calibrate_noise_multiplier(Constant(initial=1.0), plan, target_epsilon=target_epsilon, delta=delta)
-    best = rdp_to_epsilon(rdp_of_events(gaussian_events(Constant(initial=sigma), plan)), delta=delta).order
+    sigma = calibrate_noise_multiplier(Constant(initial=1.0), plan, target_epsilon=target_epsilon,
+                                       delta=delta)
+    best = rdp_to_epsilon(rdp_of_events(gaussian_events(Constant(initial=sigma), plan)),
+                          delta=delta).order
     others = [order for order in FALLBACK_ORDERS if order != best] if spread else []
     return {best: 1 - spread} | {order: spread/len(others) for order in others}
 
@@ -43,8 +46,10 @@ def order_offsets(
 )->np.ndarray: # (orders,) what is added to the Rényi sum (nats)
     "What conversion adds at each order, with its share of delta (steps 4 and 5)."
     orders, w = (np.array(list(x), dtype=float) for x in (shares.keys(), shares.values()))
-    if not (len(w) and (w > 0).all() and math.fsum(w) <= 1 + 1e-12): raise ValueError(f"shares must be > 0 and sum to at most 1, got shares={shares}")
-    if not ((orders > 1) & (orders < math.inf)).all(): raise ValueError(f"shares must be of finite orders > 1, got shares={shares}")
+    if not (len(w) and (w > 0).all() and math.fsum(w) <= 1 + 1e-12):
+        raise ValueError(f"shares must be > 0 and sum to at most 1, got shares={shares}")
+    if not ((orders > 1) & (orders < math.inf)).all():
+        raise ValueError(f"shares must be of finite orders > 1, got shares={shares}")
     log_delta = np.log(w) + math.log(_real("delta", delta, below=1))
     if at_all_times: return -log_delta/(orders - 1)
     return np.log1p(-1/orders) - (log_delta + np.log(orders))/(orders - 1)
@@ -54,7 +59,9 @@ def same_batch(
     *events:MechanismEvent, # Asked of the same batches: equal sample rates and steps
 )->MechanismEvent:
     "Several Gaussian answers from the same Poisson batches, as one event."
-    if len({(e.sample_rate, e.steps) for e in events}) != 1: raise ValueError(f"events must have one sample_rate and one number of steps, got events={events}")
+    if len({(e.sample_rate, e.steps) for e in events}) != 1:
+        raise ValueError("events must have one sample_rate and one number of steps, got "
+                         f"events={events}")
     sigma = 1/math.hypot(*(1/e.noise_multiplier for e in events))
     return replace(events[0], noise_multiplier=sigma, query=" and ".join(e.query for e in events))
 
@@ -82,16 +89,19 @@ class Ledger:
 
     def to_dict(self)->dict: # Plain JSON values
         "All that is needed to go on after an interruption, to the last bit."
-        return dict(delta=self.delta, shares=[list(pair) for pair in self.shares.items()], sums=self.sums.tolist(), events=[asdict(e) for e in self.events])
+        return dict(delta=self.delta, shares=[list(pair) for pair in self.shares.items()],
+                    sums=self.sums.tolist(), events=[asdict(e) for e in self.events])
 
     @classmethod
     def from_dict(cls,
         saved:dict, # From `to_dict`
     )->"Ledger":
         "The ledger as it was."
-        rest = {key: value for key, value in saved.items() if key not in ("shares", "sums", "events")}
+        rest = {key: value for key, value in saved.items()
+                if key not in ("shares", "sums", "events")}
         ledger = cls(dict(map(tuple, saved["shares"])), **rest)
-        ledger.sums, ledger.events = np.array(saved["sums"]), [MechanismEvent(**e) for e in saved["events"]]
+        ledger.sums, ledger.events = (np.array(saved["sums"]),
+                                      [MechanismEvent(**e) for e in saved["events"]])
         return ledger
 
 # %% ../../nbs/budgets/filters.ipynb #976f04e8
@@ -99,10 +109,12 @@ class Ledger:
 def _after(self:Ledger, events):
     "The sums if these ran now."
     orders = tuple(self.shares)
-    return sum((e.steps*_curve(e.noise_multiplier, e.sample_rate, orders) for e in events if e.steps), self.sums)
+    return sum((e.steps*_curve(e.noise_multiplier, e.sample_rate, orders) for e in events
+                if e.steps), self.sums)
 
 @patch
-def _reading(self:Ledger, sums): return max(0.0, float((sums + self.offsets).min())) if sums.any() else 0.0
+def _reading(self:Ledger, sums):
+    return max(0.0, float((sums + self.offsets).min())) if sums.any() else 0.0
 
 @patch
 def after(self:Ledger,
@@ -123,8 +135,10 @@ def _add(self:Ledger, events, sums):
     self.sums = sums
     for e in events:
         last = self.events[-1] if self.events else None
-        if last and replace(last, steps=0) == replace(e, steps=0): self.events[-1] = replace(e, steps=last.steps + e.steps)
-        elif e.steps: self.events.append(e)
+        if last and replace(last, steps=0) == replace(e, steps=0):
+            self.events[-1] = replace(e, steps=last.steps + e.steps)
+        elif e.steps:
+            self.events.append(e)
 
 # %% ../../nbs/budgets/filters.ipynb #a24d59a0
 class RenyiOdometer(Ledger):
@@ -149,8 +163,12 @@ class RenyiFilter(Ledger):
     ):
         super().__init__(shares, delta=delta)
         self.target_epsilon = _real("target_epsilon", target_epsilon)
-        self.limits = target_epsilon*(1 - 1e-9) - self.offsets # (orders,) what each Rényi sum may reach
-        if not (self.limits > 0).any(): raise ValueError(f"target_epsilon must be above {self.offsets.min():.4g}, what conversion alone takes at these orders, got target_epsilon={target_epsilon}")
+        # (orders,) what each Rényi sum may reach
+        self.limits = target_epsilon*(1 - 1e-9) - self.offsets
+        if not (self.limits > 0).any():
+            raise ValueError(f"target_epsilon must be above {self.offsets.min():.4g}, what "
+                             "conversion alone takes at these orders, got "
+                             f"target_epsilon={target_epsilon}")
 
     def to_dict(self): return super().to_dict() | {"target_epsilon": self.target_epsilon}
 
@@ -209,7 +227,9 @@ def steps_left(self:RenyiFilter,
     curve = _curve(float(noise_multiplier), float(sample_rate), tuple(self.shares))
     most = ((self.limits - self.sums)/np.maximum(curve, 1e-300)).max()
     count = max(0, math.floor(min(most, 1e9)))
-    while count and not self.allows(replace(one, steps=count)): count -= 1 # rounding, at most once or twice
+    # rounding, at most once or twice
+    while count and not self.allows(replace(one, steps=count)):
+        count -= 1
     return count
 
 # %% ../../nbs/budgets/filters.ipynb #7302f61f
@@ -220,7 +240,9 @@ def least_noise_multiplier(self:RenyiFilter,
     steps:int=1, # How many equal steps are to fit
 )->float: # sigma; `inf` where no noise is enough
     "The least noise with which so many steps would still be allowed, within one part in a million."
-    def fits(sigma): return self.allows(MechanismEvent(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps))
+    def fits(sigma):
+        return self.allows(MechanismEvent(noise_multiplier=sigma, sample_rate=sample_rate,
+                                          steps=steps))
     low, high = 1e-3, 1e6
     if not fits(high): return math.inf
     while high > low*(1 + 1e-6):

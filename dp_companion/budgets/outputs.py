@@ -43,7 +43,8 @@ def gaussian_delta(
 )->float:
     "Delta at an epsilon of one Gaussian answer, exact (Balle & Wang 2018, Theorem 8)."
     mu = _real("sensitivity", sensitivity)/_real("std", std)
-    first, second = special.log_ndtr(mu/2 - epsilon/mu), epsilon + special.log_ndtr(-mu/2 - epsilon/mu)
+    first = special.log_ndtr(mu/2 - epsilon/mu)
+    second = epsilon + special.log_ndtr(-mu/2 - epsilon/mu)
     return float(-np.exp(first)*np.expm1(min(0.0, second - first)))
 
 # %% ../../nbs/budgets/outputs.ipynb #eba45ac6
@@ -58,7 +59,8 @@ def gaussian_std(
     _real("delta", delta, below=1)
     def meets(sigma): return gaussian_delta(sigma, sensitivity=1.0, epsilon=target_epsilon) <= delta
     low, high = 1e-9, 1.0
-    while not meets(high): low, high = high, 2*high
+    while not meets(high):
+        low, high = high, 2*high
     while high > low*(1 + 1e-9):
         middle = math.sqrt(low*high)
         low, high = (low, middle) if meets(middle) else (middle, high)
@@ -100,7 +102,8 @@ class ReleaseError:
     std: float # Of the count, in records
     pure: bool # Whether delta = 0
 
-MECHANISMS = ("central laplace", "central gaussian", "local laplace", "local gaussian", "local randomized response")
+MECHANISMS = ("central laplace", "central gaussian", "local laplace", "local gaussian",
+              "local randomized response")
 
 def count_error(
     mechanism:str, # One of MECHANISMS
@@ -113,7 +116,12 @@ def count_error(
     n, e = _whole("records", records), _real("epsilon", epsilon)
     where, _, noise = mechanism.partition(" ")
     copies = n if where == "local" else 1
-    if mechanism not in MECHANISMS: raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got mechanism={mechanism}")
-    if noise == "laplace": return ReleaseError(std=math.sqrt(2*copies)*laplace_scale(1.0, target_epsilon=e), pure=True)
-    if noise == "gaussian": return ReleaseError(std=math.sqrt(copies)*gaussian_std(1.0, target_epsilon=e, delta=delta), pure=False)
+    if mechanism not in MECHANISMS:
+        raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got "
+                         f"mechanism={mechanism}")
+    if noise == "laplace":
+        return ReleaseError(std=math.sqrt(2*copies)*laplace_scale(1.0, target_epsilon=e), pure=True)
+    if noise == "gaussian":
+        return ReleaseError(std=math.sqrt(copies)*gaussian_std(1.0, target_epsilon=e, delta=delta),
+                            pure=False)
     return ReleaseError(std=math.sqrt(n)*math.exp(-e/2)/-math.expm1(-e), pure=True)

@@ -44,9 +44,11 @@ def _log_excess(
     y, weight = t*loss, loss - x*x/2
     top = (weight + np.maximum(y, 0)).max(axis=1, keepdims=True)
     shared = np.exp(weight - top)
-    growth = np.where(np.abs(y) < 0.05, _rest(np.clip(y, -0.05, 0.05))*shared, np.exp(weight + y - top) - (1 + y)*shared)
+    growth = np.where(np.abs(y) < 0.05, _rest(np.clip(y, -0.05, 0.05))*shared,
+                      np.exp(weight + y - top) - (1 + y)*shared)
     total = (growth + t*_rest(-loss)*shared).sum(axis=1)
-    with np.errstate(divide="ignore"): return top[:, 0] + np.log(total*(x[0, 1] - x[0, 0])/math.sqrt(2*math.pi))
+    with np.errstate(divide="ignore"):
+        return top[:, 0] + np.log(total*(x[0, 1] - x[0, 0])/math.sqrt(2*math.pi))
 
 # %% ../../nbs/budgets/rdp.ipynb #ecf10e22
 _REACH = 9.0 # standard deviations on each side of a window
@@ -71,7 +73,8 @@ def _log_excess_fractional(sigma, q, orders):
         excess[near] = _log_excess(whole, orders[near], sigma, q)
     if not near.all():
         right = centre[~near, None] - _REACH + h*np.arange(math.ceil(2*_REACH/h))
-        excess[~near] = np.logaddexp(_log_excess(left, orders[~near], sigma, q), _log_excess(right, orders[~near], sigma, q))
+        excess[~near] = np.logaddexp(_log_excess(left, orders[~near], sigma, q),
+                                     _log_excess(right, orders[~near], sigma, q))
     return excess
 
 # %% ../../nbs/budgets/rdp.ipynb #50281457
@@ -80,14 +83,16 @@ def _binomials(orders):
     "k, alpha and ln binomial(alpha, k) for k = 2..alpha at each order in turn, and where each order starts."
     sizes = np.array(orders) - 1
     k, alpha = np.concatenate([np.arange(2, a + 1) for a in orders]), np.repeat(orders, sizes)
-    return k, alpha, special.gammaln(alpha + 1) - special.gammaln(k + 1) - special.gammaln(alpha - k + 1), np.cumsum(sizes) - sizes
+    return (k, alpha, special.gammaln(alpha + 1) - special.gammaln(k + 1)
+            - special.gammaln(alpha - k + 1), np.cumsum(sizes) - sizes)
 
 # %% ../../nbs/budgets/rdp.ipynb #3edf2e2c
 def _log_excess_whole(sigma, q, orders):
     "ln(A - 1) at whole orders (MTZ19, Section 3.3), all sums in one array."
     k, alpha, log_binomial, starts = _binomials(tuple(orders.tolist()))
     y = k*(k - 1)/(2*sigma**2)
-    log_expm1 = np.where(y > 1, y + np.log1p(-np.exp(-np.maximum(y, 1))), np.log(np.expm1(np.minimum(y, 1))))
+    log_expm1 = np.where(y > 1, y + np.log1p(-np.exp(-np.maximum(y, 1))),
+                         np.log(np.expm1(np.minimum(y, 1))))
     terms = log_binomial + k*math.log(q) + (alpha - k)*math.log1p(-q) + log_expm1
     top = np.maximum.reduceat(terms, starts)
     return top + np.log(np.add.reduceat(np.exp(terms - np.repeat(top, orders - 1)), starts))
@@ -103,8 +108,10 @@ def rdp_sampled_gaussian(
     if q == 1 or sigma < 1e-6:
         with np.errstate(divide="ignore", over="ignore"): return orders/(2*sigma**2)
     whole, excess = orders == np.round(orders), np.empty(len(orders))
-    if whole.any(): excess[whole] = _log_excess_whole(sigma, q, orders[whole].astype(int))
-    if not whole.all(): excess[~whole] = _log_excess_fractional(sigma, q, orders[~whole])
+    if whole.any():
+        excess[whole] = _log_excess_whole(sigma, q, orders[whole].astype(int))
+    if not whole.all():
+        excess[~whole] = _log_excess_fractional(sigma, q, orders[~whole])
     return np.logaddexp(0, excess)/(orders - 1)
 
 # %% ../../nbs/budgets/rdp.ipynb #017f6215
@@ -116,7 +123,9 @@ def _checked(noise_multiplier, sample_rate, orders):
 def _checked_orders(orders):
     orders = np.atleast_1d(np.asarray(orders, dtype=float))
     wrong = orders[~((orders > 1) & (orders < math.inf))]
-    if len(wrong) or orders.ndim > 1 or not len(orders): raise ValueError(f"orders must be one row of finite numbers > 1, got orders={wrong if len(wrong) else orders}")
+    if len(wrong) or orders.ndim > 1 or not len(orders):
+        raise ValueError("orders must be one row of finite numbers > 1, got "
+                         f"orders={wrong if len(wrong) else orders}")
     return orders
 
 # %% ../../nbs/budgets/rdp.ipynb #13a85da6
@@ -135,11 +144,14 @@ def merge_events(
     if not rows: return ()
     sigma, q, steps = map(np.array, zip(*rows))
     if len(set(zip(sigma, q))) > at_most:
-        width = max(math.log(sigma.max()/sigma.min()), 1e-9)/(at_most - 1) # one multiplier at many rates has no width of its own
-        sigma = np.minimum(sigma, sigma.min()*np.exp(width*np.floor(np.log(sigma/sigma.min())/width)))
+        # one multiplier at many rates has no width of its own
+        width = max(math.log(sigma.max()/sigma.min()), 1e-9)/(at_most - 1)
+        sigma = np.minimum(sigma,
+                           sigma.min()*np.exp(width*np.floor(np.log(sigma/sigma.min())/width)))
     pairs, which = np.unique(np.column_stack([sigma, q]), axis=0, return_inverse=True)
     totals = [sum(steps[which.ravel() == i].tolist()) for i in range(len(pairs))]
-    return tuple(MechanismEvent(noise_multiplier=float(s), sample_rate=float(p), steps=t) for (s, p), t in zip(pairs, totals))
+    return tuple(MechanismEvent(noise_multiplier=float(s), sample_rate=float(p), steps=t)
+                 for (s, p), t in zip(pairs, totals))
 
 # %% ../../nbs/budgets/rdp.ipynb #93286445
 def rdp_of_events(
@@ -148,7 +160,8 @@ def rdp_of_events(
 )->np.ndarray: # (orders,) total R(alpha), upper bound (nats)
     "Rényi divergence of a whole run (Mir17, Proposition 1)."
     orders = _checked_orders(orders)
-    return sum((e.steps*rdp_sampled_gaussian(e.noise_multiplier, e.sample_rate, orders) for e in merge_events(events)), np.zeros(len(orders)))
+    return sum((e.steps*rdp_sampled_gaussian(e.noise_multiplier, e.sample_rate, orders)
+                for e in merge_events(events)), np.zeros(len(orders)))
 
 # %% ../../nbs/budgets/rdp.ipynb #7433103f
 @dataclass(frozen=True)
@@ -162,7 +175,8 @@ class EpsilonAt:
 def _epsilon_by_order(rdp, orders, delta, conversion):
     "Epsilon at each order (paper sad, Lemma 1; Mir17, Proposition 3)."
     R, t = rdp, orders - 1
-    if _word("conversion", conversion, ("improved", "classical")) == "classical": return R - math.log(delta)/t
+    if _word("conversion", conversion, ("improved", "classical")) == "classical":
+        return R - math.log(delta)/t
     return R + np.log(t/orders) - (math.log(delta) + np.log(orders))/t
 
 # %% ../../nbs/budgets/rdp.ipynb #1db4e45a
@@ -175,7 +189,8 @@ def rdp_to_epsilon(
 )->EpsilonAt:
     "Least epsilon over the orders, with the order that gave it (paper sad, Lemma 1)."
     rdp, orders = np.atleast_1d(np.asarray(rdp, dtype=float)), _checked_orders(orders)
-    if rdp.shape != orders.shape or not (rdp >= 0).all(): raise ValueError(f"rdp must be {len(orders)} values >= 0, one per order, got rdp={rdp}")
+    if rdp.shape != orders.shape or not (rdp >= 0).all():
+        raise ValueError(f"rdp must be {len(orders)} values >= 0, one per order, got rdp={rdp}")
     epsilons = _epsilon_by_order(rdp, orders, _real("delta", delta, below=1), conversion)
     epsilons = np.where(delta**2 >= -np.expm1(-rdp), 0.0, epsilons)
     best = int(epsilons.argmin())
@@ -191,7 +206,9 @@ def rdp_epsilon(
 )->EpsilonAt:
     "Epsilon of a whole run by RDP, upper bound; warns where the best order is the first or the last."
     found = rdp_to_epsilon(rdp_of_events(events, orders), orders, delta=delta)
-    if found.at_boundary: warnings.warn(f"The best order, {found.order:g}, is at the edge of the orders: a wider range may give a smaller epsilon than {found.epsilon:g}.", stacklevel=2)
+    if found.at_boundary:
+        warnings.warn(f"The best order, {found.order:g}, is at the edge of the orders: a wider "
+                      f"range may give a smaller epsilon than {found.epsilon:g}.", stacklevel=2)
     return found
 
 # %% ../../nbs/budgets/rdp.ipynb #b0d52a6a
@@ -202,7 +219,8 @@ def _bracket(epsilon_of, target, start, factor):
     for scale in (start*step**k for k in range(1, 400)):
         tried[scale] = epsilon_of(scale)
         if (tried[scale] <= target) != (tried[start] <= target): return tried
-    raise ValueError(f"target_epsilon must be one that some noise gives, got target_epsilon={target}")
+    raise ValueError("target_epsilon must be one that some noise gives, got "
+                     f"target_epsilon={target}")
 
 # %% ../../nbs/budgets/rdp.ipynb #ba8c9048
 def _interpolated(tried, aim, low, high):
@@ -211,7 +229,8 @@ def _interpolated(tried, aim, low, high):
     nearest = sorted(usable, key=lambda pair: abs(pair[0]))[:3]
     if len({x for x, _ in nearest}) == len(nearest) > 1:
         x, y = map(np.array, zip(*nearest))
-        guess = sum(y[i]*np.prod([x[j]/(x[j] - x[i]) for j in range(len(x)) if j != i]) for i in range(len(x)))
+        guess = sum(y[i]*np.prod([x[j]/(x[j] - x[i]) for j in range(len(x)) if j != i])
+                    for i in range(len(x)))
         if math.log(low) < guess < math.log(high): return math.exp(guess)
     return math.sqrt(low*high)
 
@@ -231,7 +250,8 @@ def smallest_scale(
         low = max((s for s, e in tried.items() if e > target_epsilon and s < high), default=high)
         if tried[high] >= target_epsilon*(1 - rtol) or high <= low*(1 + 1e-9): return high
         halve = len(tried) % 4 == 0
-        middle = math.sqrt(low*high) if halve else _interpolated(tried, target_epsilon*(1 - rtol/2), low, high)
+        middle = (math.sqrt(low*high) if halve
+                  else _interpolated(tried, target_epsilon*(1 - rtol/2), low, high))
         tried[middle] = epsilon_of(middle)
 
 # %% ../../nbs/budgets/rdp.ipynb #d08ea5ec
@@ -245,5 +265,7 @@ def calibrate_noise_multiplier(
     "Initial noise multiplier of a schedule for a target epsilon by RDP; never overshoots."
     _real("target_epsilon", target_epsilon)
     _real("delta", delta, below=1)
-    def epsilon_of(sigma): return rdp_to_epsilon(rdp_of_events(gaussian_events(schedule.rescaled(sigma), plan)), delta=delta).epsilon
+    def epsilon_of(sigma):
+        return rdp_to_epsilon(rdp_of_events(gaussian_events(schedule.rescaled(sigma), plan)),
+                              delta=delta).epsilon
     return smallest_scale(epsilon_of, target_epsilon)

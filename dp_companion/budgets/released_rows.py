@@ -23,13 +23,16 @@ from .schedules import PoissonPlan, _real, _whole, _word
 from .tcdp import Precondition
 
 # %% ../../nbs/budgets/released_rows.ipynb #e5bd4cfc
+# r: most that one element differs, over C
 REACH = {("replace_one", "symmetric"): 2., ("replace_one", "nonnegative"): 1.,
-         ("replace_special", "symmetric"): 1., ("replace_special", "nonnegative"): 1.} # r: most that one element differs, over C
+         ("replace_special", "symmetric"): 1., ("replace_special", "nonnegative"): 1.}
 
 def _reach(neighbouring_relation, rows):
     "r of a relation, where released rows have one."
     if neighbouring_relation == "add_or_remove_one":
-        raise ValueError("neighbouring_relation must be replace_one or replace_special, got neighbouring_relation=add_or_remove_one; a released row shows that its record is there")
+        raise ValueError("neighbouring_relation must be replace_one or replace_special, got "
+                         "neighbouring_relation=add_or_remove_one; a released row shows that its "
+                         "record is there")
     _word("neighbouring_relation", neighbouring_relation, ("replace_one", "replace_special"))
     return REACH[neighbouring_relation, rows]
 
@@ -39,30 +42,39 @@ class RowRelease:
     "The noisy rows that training releases of one record (paper sanitization, Algorithm 1)."
     width: int # n, elements of a row; >= 1
     noise_multiplier: float # sigma; noise std of one element is sigma*C*sqrt(n(1-p)); finite, > 0
-    releases: int # How many batches: epochs where each has every record once, steps for Poisson batches; >= 1
+    # How many batches: epochs where each has every record once, steps for Poisson batches; >= 1
+    releases: int
     dropout: float = 0. # p, probability that an element is dropped; in [0, 1)
-    dropout_position: Literal["before","after"] = "after" # Of the noise; `after` shows which elements were dropped
-    rows: Literal["symmetric","nonnegative"] = "symmetric" # In [-C, C], or in [0, C] as ReLU below makes them
-    sample_rate: float = 1. # Probability that the record is in a batch, publicly; 1 for one release per epoch
+    # Of the noise; `after` shows which elements were dropped
+    dropout_position: Literal["before","after"] = "after"
+    # In [-C, C], or in [0, C] as ReLU below makes them
+    rows: Literal["symmetric","nonnegative"] = "symmetric"
+    # Probability that the record is in a batch, publicly; 1 for one release per epoch
+    sample_rate: float = 1.
 
     def __post_init__(self):
-        for name in ("width", "releases"): _whole(name, getattr(self, name))
-        if self.dropout != 0: _dropout(self.dropout)
+        for name in ("width", "releases"):
+            _whole(name, getattr(self, name))
+        if self.dropout != 0:
+            _dropout(self.dropout)
         _word("dropout_position", self.dropout_position, ("before", "after"))
         _word("rows", self.rows, ("symmetric", "nonnegative"))
-        MechanismEvent(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate, steps=1)
+        MechanismEvent(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate,
+                       steps=1)
 
     def unit_shift(self,
         neighbouring_relation:str="replace_one", # Or replace_special
     )->float: # a, dimensionless
         "Most that one element moves, over its noise."
-        return _reach(neighbouring_relation, self.rows)/(self.noise_multiplier*math.sqrt(self.width*(1 - self.dropout)))
+        return _reach(neighbouring_relation,
+                      self.rows)/(self.noise_multiplier*math.sqrt(self.width*(1 - self.dropout)))
 
 # %% ../../nbs/budgets/released_rows.ipynb #3b3d8f3a
 def _dropout(dropout):
     "A dropout probability, or one sentence."
     try: return _real("dropout", dropout, below=1)
-    except ValueError: raise ValueError(f"dropout must be in [0, 1), got dropout={dropout}") from None
+    except ValueError:
+        raise ValueError(f"dropout must be in [0, 1), got dropout={dropout}") from None
 
 # %% ../../nbs/budgets/released_rows.ipynb #01bd8511
 @dataclass(frozen=True)
@@ -82,25 +94,32 @@ def claimed_rows(
     neighbouring_relation:str="replace_one", # Or replace_special
 )->RowsClaim:
     "Epsilon as paper sanitization prints it (Section 6.2), with what it takes for granted."
-    event = MechanismEvent(noise_multiplier=release.noise_multiplier, sample_rate=plan.sample_rate, steps=plan.steps)
+    event = MechanismEvent(noise_multiplier=release.noise_multiplier, sample_rate=plan.sample_rate,
+                           steps=plan.steps)
     found = rdp_to_epsilon(rdp_of_events((event,)), delta=delta)
-    return RowsClaim(found.epsilon, _claim_preconditions(release, plan, below, neighbouring_relation))
+    return RowsClaim(found.epsilon,
+                     _claim_preconditions(release, plan, below, neighbouring_relation))
 
 # %% ../../nbs/budgets/released_rows.ipynb #b97f2a52
 def _claim_preconditions(release, plan, below, neighbouring_relation):
     "What the printed budget rests on, each met or not."
     n, p, r = release.width, release.dropout, _reach(neighbouring_relation, release.rows)
     raw = plan.steps if below == "trained" else 0
-    return (Precondition("records summed in one released value = expected batch size", 1., float(plan.expected_batch_size), plan.expected_batch_size == 1),
-            Precondition("probability of guessing a row's batch ≤ sample rate", 1., plan.sample_rate, plan.sample_rate == 1),
-            Precondition("row distance over C sqrt(n) ≤ 1", r, 1., r <= 1),
-            Precondition("most elements that survive dropout ≤ n(1-p)", float(n), n*(1 - p), p == 0),
-            Precondition("steps that train weights below the layer without noise ≤ 0", float(raw), 0., raw == 0))
+    return (
+        (Precondition("records summed in one released value = expected batch size", 1.,
+                      float(plan.expected_batch_size), plan.expected_batch_size == 1),
+         Precondition("probability of guessing a row's batch ≤ sample rate", 1., plan.sample_rate,
+                      plan.sample_rate == 1),
+         Precondition("row distance over C sqrt(n) ≤ 1", r, 1., r <= 1),
+         Precondition("most elements that survive dropout ≤ n(1-p)", float(n), n*(1 - p), p == 0),
+         Precondition("steps that train weights below the layer without noise ≤ 0", float(raw), 0.,
+                      raw == 0)))
 
 # %% ../../nbs/budgets/released_rows.ipynb #1ccdea17
 def _hides_mask(release, neighbouring_relation):
     "Whether the dropped elements' secrecy is accounted: dropout before the noise, zero-out, one release per epoch."
-    return release.dropout > 0 and release.dropout_position == "before" and neighbouring_relation == "replace_special" and release.sample_rate == 1
+    return (release.dropout > 0 and release.dropout_position == "before"
+            and neighbouring_relation == "replace_special" and release.sample_rate == 1)
 
 # %% ../../nbs/budgets/released_rows.ipynb #af1a3efc
 def row_rdp(
@@ -110,16 +129,23 @@ def row_rdp(
     neighbouring_relation:str="replace_one", # Or replace_special
 )->np.ndarray: # (orders,) of all releases (nats); exact, but for dropout before the noise an upper bound with replace_one, and with sample_rate < 1
     "Rényi divergence of all rows of one record: the binomial average in closed form (@eq-row-rdp)."
-    n, p, q, t = release.width, release.dropout, release.sample_rate, np.asarray(orders, dtype=float) - 1
+    n = release.width
+    p = release.dropout
+    q = release.sample_rate
+    t = np.asarray(orders, dtype=float) - 1
     y = (t + 1)*t*release.unit_shift(neighbouring_relation)**2/2
-    if _hides_mask(release, neighbouring_relation): log_moment = n*t*rdp_sampled_gaussian(release.noise_multiplier*math.sqrt(n*(1 - p)), 1 - p, t + 1)
-    else: log_moment = n*_log_average(y, 1 - p)
+    if _hides_mask(release, neighbouring_relation):
+        log_moment = n*t*rdp_sampled_gaussian(release.noise_multiplier*math.sqrt(n*(1 - p)), 1 - p,
+                                              t + 1)
+    else:
+        log_moment = n*_log_average(y, 1 - p)
     return release.releases*_log_average(log_moment, q)/t
 
 def _log_average(y, probability):
     "ln(1 - probability + probability e^y), without cancellation or overflow."
     if probability == 1: return y
-    return np.where(y < 1, np.log1p(probability*np.expm1(np.minimum(y, 1))), np.logaddexp(math.log1p(-probability), math.log(probability) + y))
+    return np.where(y < 1, np.log1p(probability*np.expm1(np.minimum(y, 1))),
+                    np.logaddexp(math.log1p(-probability), math.log(probability) + y))
 
 # %% ../../nbs/budgets/released_rows.ipynb #bbde913a
 def gaussian_profile(
@@ -128,8 +154,10 @@ def gaussian_profile(
 )->np.ndarray: # (count,) delta, exact
     "Exact delta of a Gaussian pair at each distance (Balle and Wang 2018, Theorem 8)."
     mu = np.maximum(np.asarray(distance, dtype=float), 1e-300)
-    with np.errstate(over="ignore", invalid="ignore"): z = np.minimum(epsilon/mu, 1e150)
-    return np.maximum(special.ndtr(mu/2 - z) - np.exp(np.minimum(epsilon + special.log_ndtr(-mu/2 - z), 0)), 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = np.minimum(epsilon/mu, 1e150)
+    return np.maximum(special.ndtr(mu/2 - z)
+                      - np.exp(np.minimum(epsilon + special.log_ndtr(-mu/2 - z), 0)), 0)
 
 # %% ../../nbs/budgets/released_rows.ipynb #6a69b406
 def _binomial(count, probability, tail):
@@ -143,7 +171,8 @@ def _elements_shown(release, tail):
     "How many elements of the record are ever shown, and with which probabilities."
     times, weights = _binomial(release.releases, release.sample_rate, tail)
     parts = [_binomial(release.width*int(t), 1 - release.dropout, tail) for t in times]
-    return np.concatenate([m for m, _ in parts]), np.concatenate([w*pmf for w, (_, pmf) in zip(weights, parts)])
+    return (np.concatenate([m for m, _ in parts]),
+            np.concatenate([w*pmf for w, (_, pmf) in zip(weights, parts)]))
 
 # %% ../../nbs/budgets/released_rows.ipynb #4cb96fad
 def row_epsilon(
@@ -155,13 +184,17 @@ def row_epsilon(
     "Epsilon of all rows of one record, from the exact profile (@eq-row-profile)."
     _real("delta", delta, below=1)
     if _hides_mask(release, neighbouring_relation):
-        return certify(row_events(release, neighbouring_relation=neighbouring_relation), delta=delta, accountants=("pld",), neighbouring_relation=neighbouring_relation)["pld"].epsilon
+        return certify(row_events(release, neighbouring_relation=neighbouring_relation),
+                       delta=delta, accountants=("pld",),
+                       neighbouring_relation=neighbouring_relation)["pld"].epsilon
     shown, weights = _elements_shown(release, tail=1e-9*delta)
-    distances, left = release.unit_shift(neighbouring_relation)*np.sqrt(shown), delta - max(0., 1 - weights.sum())
+    distances = release.unit_shift(neighbouring_relation)*np.sqrt(shown)
+    left = delta - max(0., 1 - weights.sum())
     excess = lambda epsilon: float(weights@gaussian_profile(epsilon, distances)) - left
     if excess(0.) <= 0: return 0.
     high = 1.
-    while excess(high) > 0: high *= 2
+    while excess(high) > 0:
+        high *= 2
     return brentq(excess, 0., high, xtol=1e-12, rtol=1e-10)*(1 + 1e-9)
 
 # %% ../../nbs/budgets/released_rows.ipynb #63449202
@@ -174,9 +207,11 @@ def row_events(
     n, p, sigma = release.width, release.dropout, release.noise_multiplier
     r = _reach(neighbouring_relation, release.rows)
     if _hides_mask(release, neighbouring_relation):
-        return (MechanismEvent(noise_multiplier=sigma*math.sqrt(n*(1 - p)), sample_rate=1 - p, steps=n*release.releases, query="element of a row"),)
+        return (MechanismEvent(noise_multiplier=sigma*math.sqrt(n*(1 - p)), sample_rate=1 - p,
+                               steps=n*release.releases, query="element of a row"),)
     radius = r/2 if neighbouring_relation == "replace_one" else r
-    return (MechanismEvent(noise_multiplier=sigma*math.sqrt(1 - p)/radius, sample_rate=1., steps=release.releases, query="row"),)
+    return (MechanismEvent(noise_multiplier=sigma*math.sqrt(1 - p)/radius, sample_rate=1.,
+                           steps=release.releases, query="row"),)
 
 # %% ../../nbs/budgets/released_rows.ipynb #12942bcd
 def calibrate_rows(
@@ -188,8 +223,10 @@ def calibrate_rows(
 )->float: # Noise multiplier that never overshoots
     "Least noise multiplier whose rows meet a target epsilon."
     _real("target_epsilon", target_epsilon)
-    epsilon_of = lambda sigma: row_epsilon(replace(release, noise_multiplier=sigma), delta=delta, neighbouring_relation=neighbouring_relation)
-    return smallest_scale(epsilon_of, target_epsilon, start=math.sqrt(release.releases*release.sample_rate)*4/target_epsilon)
+    epsilon_of = lambda sigma: row_epsilon(replace(release, noise_multiplier=sigma), delta=delta,
+                                           neighbouring_relation=neighbouring_relation)
+    return smallest_scale(epsilon_of, target_epsilon,
+                          start=math.sqrt(release.releases*release.sample_rate)*4/target_epsilon)
 
 # %% ../../nbs/budgets/released_rows.ipynb #09362139
 BELOW = ("trained", "frozen", "public", "dp_sgd") # how weights below the noise come about
@@ -198,7 +235,8 @@ def known_batches(
     events:Iterable[MechanismEvent], # DP-SGD's, as if batches were secret
 )->tuple[MechanismEvent,...]: # The same, at sample rate 1
     "Gradient events of records that take part once per epoch, publicly: no amplification by sampling (point (c))."
-    return tuple(replace(e, sample_rate=1., steps=math.ceil(e.steps*e.sample_rate - 1e-9)) for e in events)
+    return tuple(replace(e, sample_rate=1., steps=math.ceil(e.steps*e.sample_rate - 1e-9))
+                 for e in events)
 
 # %% ../../nbs/budgets/released_rows.ipynb #1ebad209
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +247,10 @@ class LayerReport(BudgetReport):
 def _case(release, below, batches):
     "What applies, in words."
     batch = "secret batches of its own" if batches == "own" else "the public batches of the rows"
-    how = {"trained": "trained on raw features", "frozen": "frozen", "public": "from public data", "dp_sgd": f"trained by DP-SGD on {batch}"}[below]
-    return f"weights below {how}, rows released {release.releases} time{'s' if release.releases > 1 else ''}"
+    how = {"trained": "trained on raw features", "frozen": "frozen", "public": "from public data",
+           "dp_sgd": f"trained by DP-SGD on {batch}"}[below]
+    return (f"weights below {how}, rows released {release.releases} "
+            f"time{'s' if release.releases > 1 else ''}")
 
 # %% ../../nbs/budgets/released_rows.ipynb #8b887275
 def _certified_rows(release, gradients, delta, neighbouring_relation):
@@ -218,10 +258,15 @@ def _certified_rows(release, gradients, delta, neighbouring_relation):
     relation, found = dict(neighbouring_relation=neighbouring_relation), {}
     if neighbouring_relation != "replace_one":
         rdp = rdp_to_epsilon(row_rdp(release, **relation) + rdp_of_events(gradients), delta=delta)
-        found["rdp"] = Certified(rdp.epsilon, "rdp", "Binomial average in closed form." if release.dropout else "")
-    if gradients: return found | certify(row_events(release, **relation) + gradients, delta=delta, accountants=("pld",), **relation)
-    note = "Upper bound: dropped elements count as visible." if release.dropout and release.dropout_position == "before" else "Exact profile."
-    if _hides_mask(release, neighbouring_relation): note = "Upper bound on a grid; dropped elements are hidden by noise."
+        found["rdp"] = Certified(rdp.epsilon, "rdp",
+                                 "Binomial average in closed form." if release.dropout else "")
+    if gradients:
+        return found | certify(row_events(release, **relation) + gradients, delta=delta,
+                               accountants=("pld",), **relation)
+    note = ("Upper bound: dropped elements count as visible."
+            if release.dropout and release.dropout_position == "before" else "Exact profile.")
+    if _hides_mask(release, neighbouring_relation):
+        note = "Upper bound on a grid; dropped elements are hidden by noise."
     return found | {"pld": Certified(row_epsilon(release, delta=delta, **relation), "pld", note)}
 
 # %% ../../nbs/budgets/released_rows.ipynb #9cba8200
@@ -230,9 +275,14 @@ def _checked_use(release, below, gradient_events, batches):
     _word("below", below, BELOW)
     _word("batches", batches, ("shared", "own"))
     events = tuple(gradient_events)
-    if (below == "dp_sgd") != bool(events): raise ValueError(f"gradient_events must be given for below=dp_sgd and for nothing else, got below={below} and {len(events)} gradient events")
+    if (below == "dp_sgd") != bool(events):
+        raise ValueError("gradient_events must be given for below=dp_sgd and for nothing else, got "
+                         f"below={below} and {len(events)} gradient events")
     if batches == "own" or not events: return events
-    if release.sample_rate != 1: raise ValueError(f"sample_rate must be 1 for batches=shared, got sample_rate={release.sample_rate}; use batches that hold each record once per epoch")
+    if release.sample_rate != 1:
+        raise ValueError("sample_rate must be 1 for batches=shared, got "
+                         f"sample_rate={release.sample_rate}; use batches that hold each "
+                         "record once per epoch")
     return known_batches(events)
 
 # %% ../../nbs/budgets/released_rows.ipynb #a03b4699
@@ -249,7 +299,13 @@ def sanitization_report(
 )->LayerReport: # `certified` is empty where raw features train weights below the noise
     "Claimed and certified epsilon for every use of a sanitization layer, and which use it is (paper sanitization, Sections 4 and 5; points (a) to (c))."
     gradients = _checked_use(release, below, gradient_events, batches)
-    claim = claimed_rows(release, plan, delta=delta, below=below, neighbouring_relation=neighbouring_relation)
-    certified = {} if below == "trained" else _certified_rows(release, gradients, delta, neighbouring_relation)
-    return LayerReport(case=_case(release, below, batches), certified=certified, delta=delta, claimed=claim, empirical=empirical, neighbouring_relation=neighbouring_relation, privacy_unit="features of one record",
-                        events=row_events(release, neighbouring_relation=neighbouring_relation) + gradients, preconditions=claim.preconditions)
+    claim = claimed_rows(release, plan, delta=delta, below=below,
+                         neighbouring_relation=neighbouring_relation)
+    certified = ({} if below == "trained"
+                 else _certified_rows(release, gradients, delta, neighbouring_relation))
+    return LayerReport(case=_case(release, below, batches), certified=certified, delta=delta,
+                       claimed=claim, empirical=empirical,
+                       neighbouring_relation=neighbouring_relation,
+                       privacy_unit="features of one record",
+                       events=row_events(release, neighbouring_relation=neighbouring_relation)
+                       + gradients, preconditions=claim.preconditions)

@@ -16,7 +16,8 @@ import numpy as np
 from fastcore.basics import patch
 
 # %% ../../nbs/budgets/schedules.ipynb #a5a2e190
-LARGEST = 1e30 # Bounds and other constants stay under this, so that float32 holds what is made of them
+# Bounds and other constants stay under this, so that float32 holds what is made of them
+LARGEST = 1e30
 
 def _real(
     name:str, # What the caller calls it
@@ -26,7 +27,9 @@ def _real(
     "Return `value` when it is a finite number in (0, `below`)."
     legal = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < below
     condition = "finite and > 0" if below == math.inf else f"in (0, {below:g})"
-    if not legal: raise ValueError(f"{name} must be {condition}, got {name}={value if isinstance(value, Real) else repr(value)}")
+    if not legal:
+        raise ValueError(f"{name} must be {condition}, got "
+                         f"{name}={value if isinstance(value, Real) else repr(value)}")
     return value
 
 # %% ../../nbs/budgets/schedules.ipynb #c904fddc
@@ -37,7 +40,9 @@ def _whole(
 )->int:
     "Return `value` as an int when it is a whole number of at least `least`."
     legal = isinstance(value, Integral) and not isinstance(value, bool) and value >= least
-    if not legal: raise ValueError(f"{name} must be a whole number >= {least}, got {name}={value if isinstance(value, Real) else repr(value)}")
+    if not legal:
+        raise ValueError(f"{name} must be a whole number >= {least}, got "
+                         f"{name}={value if isinstance(value, Real) else repr(value)}")
     return int(value)
 
 # %% ../../nbs/budgets/schedules.ipynb #08232c8a
@@ -47,7 +52,8 @@ def _word(
     words:tuple[str,...], # The legal words
 )->str:
     "Return `value` when it is one of `words`."
-    if value not in words: raise ValueError(f"{name} must be one of {', '.join(words)}, got {name}={value}")
+    if value not in words:
+        raise ValueError(f"{name} must be one of {', '.join(words)}, got {name}={value}")
     return value
 
 # %% ../../nbs/budgets/schedules.ipynb #8df573fe
@@ -73,7 +79,9 @@ class Schedule:
 def _values(self:Schedule, index):
     "The values at these indices; one that vanishes is an error."
     values = self.initial*self.factor(index)
-    if not (values > 0).all(): raise ValueError(f"every value of a schedule must be > 0, got 0 at index {index[~(values > 0)][0]}; let it decay less, or over fewer epochs")
+    if not (values > 0).all():
+        raise ValueError("every value of a schedule must be > 0, got 0 at index "
+                         f"{index[~(values > 0)][0]}; let it decay less, or over fewer epochs")
     return values
 
 @patch
@@ -111,7 +119,8 @@ class Constant(Schedule):
 class Decay(Schedule):
     "A schedule that falls at `decay_rate`; the decay acts on the variance, or on the value itself."
     decay_rate: float # R, dimensionless; in (0, 1)
-    decay_of: Literal["variance","value"] = "variance" # variance: value = initial*sqrt(factor); value: initial*factor
+    # variance: value = initial*sqrt(factor); value: initial*factor
+    decay_of: Literal["variance","value"] = "variance"
 
     def __post_init__(self):
         super().__post_init__()
@@ -158,7 +167,8 @@ class StepDecay(Decay):
     def decay(self, index): return float(self.decay_rate)**(index//self.drop_every)
 
 # %% ../../nbs/budgets/schedules.ipynb #9de80a79
-KINDS = {cls.kind: cls for cls in (Constant, LinearDecay, TimeDecay, StepDecay)} # --decay words (paper global_adapt_v2, Table 1)
+# --decay words (paper global_adapt_v2, Table 1)
+KINDS = {cls.kind: cls for cls in (Constant, LinearDecay, TimeDecay, StepDecay)}
 
 # %% ../../nbs/budgets/schedules.ipynb #df6e8280
 def schedule(
@@ -176,7 +186,8 @@ def schedule(
         if (value is not None) != (name in cls.__dataclass_fields__):
             verb = "given" if value is None else "left out"
             raise ValueError(f"{name} must be {verb} for kind={kind}, got {name}={value}")
-    return cls(initial=initial, **{name: value for name, value in given.items() if value is not None}, **rest)
+    return cls(initial=initial,
+               **{name: value for name, value in given.items() if value is not None}, **rest)
 
 # %% ../../nbs/budgets/schedules.ipynb #19fbffa7
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +198,9 @@ class PoissonPlan:
     epochs: int # E; >= 1
 
     def __post_init__(self):
-        for name in ("dataset_size", "expected_batch_size", "epochs"): object.__setattr__(self, name, _whole(name, getattr(self, name))) # NumPy's integers overflow
+        # NumPy's integers overflow
+        for name in ("dataset_size", "expected_batch_size", "epochs"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if self.expected_batch_size > self.dataset_size:
             raise ValueError(f"expected_batch_size must be <= dataset_size={self.dataset_size}, "
                              f"got expected_batch_size={self.expected_batch_size}")
@@ -213,7 +226,8 @@ def epoch_of(self:PoissonPlan,
 @patch(as_prop=True)
 def steps_per_epoch(self:PoissonPlan)->np.ndarray: # (epochs,) whole numbers that sum to `steps`
     "How many steps each epoch has."
-    first = -(-np.arange(self.epochs + 1)*self.dataset_size//self.expected_batch_size) # ceil(e n/b): first step of epoch e
+    # ceil(e n/b): first step of epoch e
+    first = -(-np.arange(self.epochs + 1)*self.dataset_size//self.expected_batch_size)
     return np.diff(np.minimum(first, self.steps))
 
 # %% ../../nbs/budgets/schedules.ipynb #0281bc64

@@ -30,8 +30,11 @@ def exact_stage_lengths(
     "Stage lengths before rounding (paper sad, Algorithm 1)."
     n = _whole("stages", stages)
     if length_ratio != 1:
-        try: _real("length_ratio", length_ratio, below=1)
-        except ValueError: raise ValueError(f"length_ratio must be in (0, 1], got length_ratio={length_ratio}") from None
+        try:
+            _real("length_ratio", length_ratio, below=1)
+        except ValueError:
+            raise ValueError("length_ratio must be in (0, 1], got "
+                             f"length_ratio={length_ratio}") from None
     weights = float(length_ratio)**np.arange(n - 1, -1, -1)
     return _real("length", length)*weights/weights.sum()
 
@@ -45,9 +48,12 @@ def stage_lengths(
     "Stage lengths in whole steps, by largest remainder (paper sad, Algorithm 1)."
     exact = exact_stage_lengths(_whole("length", length), stages=stages, length_ratio=length_ratio)
     whole = np.floor(exact + 1e-9).astype(int)
-    order = np.lexsort((-np.arange(stages), -np.round(exact - whole, 9))) # largest remainder first; later stages first where equal
+    # largest remainder first; later stages first where equal
+    order = np.lexsort((-np.arange(stages), -np.round(exact - whole, 9)))
     whole[order[:length - whole.sum()]] += 1
-    if whole.min() < 1: raise ValueError(f"length must be enough for one step in each of {stages} stages, got length={length}; the first would last {exact[0]:.2g}")
+    if whole.min() < 1:
+        raise ValueError(f"length must be enough for one step in each of {stages} stages, got "
+                         f"length={length}; the first would last {exact[0]:.2g}")
     return whole
 
 # %% ../../nbs/budgets/stages.ipynb #f62adbaf
@@ -55,9 +61,11 @@ def stage_lengths(
 class Stages(Schedule):
     "A value that changes by a constant ratio between stages of growing length (paper sad, Algorithm 1)."
     length: int # T, the whole run, in epochs (or steps, for `unit="step"`)
-    value_ratio: float # beta for multipliers, a for bounds: value of a stage over that of the next; > 0
+    # beta for multipliers, a for bounds: value of a stage over that of the next; > 0
+    value_ratio: float
     stages: int = 3 # n; paper sad's Table I has it best at 3
-    length_ratio: float = 0.9 # gamma, length of a stage over that of the next; in (0, 1]; paper sad's Table II
+    # gamma, length of a stage over that of the next; in (0, 1]; paper sad's Table II
+    length_ratio: float = 0.9
     kind: ClassVar[str] = "stages"
 
     def __post_init__(self):
@@ -76,7 +84,9 @@ class Stages(Schedule):
         return self.initial*float(self.value_ratio)**-np.arange(self.stages)
 
     def factor(self, index):
-        if len(index) and max(index) >= self.length: raise ValueError(f"index must be < length={self.length}, got index={max(index)}; build the schedule for the whole run")
+        if len(index) and max(index) >= self.length:
+            raise ValueError(f"index must be < length={self.length}, got index={max(index)}; "
+                             "build the schedule for the whole run")
         stage = np.searchsorted(np.cumsum(self.lengths), index, side="right")
         return float(self.value_ratio)**-stage
 
@@ -100,7 +110,8 @@ def calibrated(
     accountant:str="rdp", # rdp, as paper sad; or pld, which is tighter
 )->Schedule: # Certified epsilon at most the target, and within 0.5 % of it
     "The same shape with the noise that a target epsilon needs (paper sad, Section IV-B)."
-    return schedule.rescaled(calibrate(schedule, plan, target_epsilon=target_epsilon, delta=delta, accountant=accountant))
+    return schedule.rescaled(calibrate(schedule, plan, target_epsilon=target_epsilon, delta=delta,
+                                       accountant=accountant))
 
 # %% ../../nbs/budgets/stages.ipynb #b8579d07
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +130,11 @@ def sad_claim(
 )->RenyiClaim:
     "Epsilon that paper sad claims: Lemma 1 over the sum of all steps (its Section IV-B)."
     events = tuple(events)
-    found, composed = rdp_to_epsilon(rdp_of_events(events), delta=delta), sum(e.steps for e in events)
-    return RenyiClaim(epsilon=found.epsilon, order=found.order, preconditions=(Precondition("releases composed >= releases made", composed, steps, composed >= steps),))
+    found = rdp_to_epsilon(rdp_of_events(events), delta=delta)
+    composed = sum(e.steps for e in events)
+    return RenyiClaim(epsilon=found.epsilon, order=found.order,
+                      preconditions=(Precondition("releases composed >= releases made", composed,
+                                                  steps, composed >= steps),))
 
 # %% ../../nbs/budgets/stages.ipynb #c35004cb
 def printed_moments(
@@ -149,9 +163,11 @@ def schedule_shape(
 )->ScheduleShape:
     "Mean, variance and initial value of the multipliers, and the first stage's length, over the steps themselves."
     sigma = plan.per_step(schedule)
-    rise = sigma - sigma[0] # from the first value, so that a constant has variance 0 to the last digit
+    # from the first value, so that a constant has variance 0 to the last digit
+    rise = sigma - sigma[0]
     first = int(np.argmin(rise == 0)) or len(sigma)
-    return ScheduleShape(mean=float(sigma[0] + rise.mean()), variance=float(rise.var()), initial=float(sigma[0]), first_length=first)
+    return ScheduleShape(mean=float(sigma[0] + rise.mean()), variance=float(rise.var()),
+                         initial=float(sigma[0]), first_length=first)
 
 # %% ../../nbs/budgets/stages.ipynb #b44d110e
 def sweep(
@@ -165,7 +181,8 @@ def sweep(
     name, = (key for key, value in grids.items() if np.iterable(value))
     def at(value):
         schedule = Stages.of_plan(plan, initial=1.0, **grids | {name: value})
-        return schedule_shape(calibrated(schedule, plan, target_epsilon=target_epsilon, delta=delta), plan)
+        return schedule_shape(calibrated(schedule, plan, target_epsilon=target_epsilon,
+                                         delta=delta), plan)
     return [(value, at(value)) for value in grids[name]]
 
 # %% ../../nbs/budgets/stages.ipynb #71f52d13
@@ -180,5 +197,7 @@ def sad_methods(
     linear = LinearDecay(initial=1.0, decay_rate=0.99)
     if as_in_its_code:
         step = Stages.of_plan(plan, initial=1.0, value_ratio=0.8, length_ratio=1)
-        linear = Stages.of_plan(plan, initial=1.0, value_ratio=0.99, length_ratio=1, stages=plan.epochs, unit="epoch")
-    return {"DP-SGD": Constant(initial=1.0), "Auto-DPSGD-S": step, "Auto-DPSGD-L": linear, "SAD-DPSGD": sad}
+        linear = Stages.of_plan(plan, initial=1.0, value_ratio=0.99, length_ratio=1,
+                                stages=plan.epochs, unit="epoch")
+    return {"DP-SGD": Constant(initial=1.0), "Auto-DPSGD-S": step, "Auto-DPSGD-L": linear,
+            "SAD-DPSGD": sad}

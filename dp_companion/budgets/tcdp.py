@@ -18,7 +18,8 @@ from .schedules import _real
 class TCDP:
     "Renyi divergence of order alpha at most `rho`*alpha, for orders in (1, `omega`) (BDRS18)."
     rho: float # Slope of the bound; >= 0
-    omega: float = math.inf # Orders below this one are bounded; >= 0, says nothing at 1 or less, `inf` gives rho-zCDP
+    # Orders below this one are bounded; >= 0, says nothing at 1 or less, `inf` gives rho-zCDP
+    omega: float = math.inf
 
     def __post_init__(self):
         for name in ("rho", "omega"):
@@ -45,8 +46,11 @@ def gaussian_tcdp(
     "tCDP of the Gaussian mechanism, exact at every order (paper global_adapt_v2, Lemma 1)."
     _real("noise_multiplier", noise_multiplier)
     _real("sensitivity", sensitivity)
-    rho = (sensitivity/noise_multiplier)*(sensitivity/noise_multiplier)/2 # a product overflows to inf where a power would raise
-    if not 0 < rho < math.inf: raise ValueError(f"noise_multiplier must keep rho a finite number > 0, got noise_multiplier={noise_multiplier}, rho={rho}")
+    # a product overflows to inf where a power would raise
+    rho = (sensitivity/noise_multiplier)*(sensitivity/noise_multiplier)/2
+    if not 0 < rho < math.inf:
+        raise ValueError("noise_multiplier must keep rho a finite number > 0, got "
+                         f"noise_multiplier={noise_multiplier}, rho={rho}")
     return TCDP(rho)
 
 # %% ../../nbs/budgets/tcdp.ipynb #be7cd06a
@@ -55,7 +59,8 @@ def compose_tcdp(
 )->TCDP: # (0, inf) for none at all
     "Composition: slopes add, the smallest omega stays (paper global_adapt_v2, Lemma 2)."
     guarantees = tuple(guarantees)
-    return TCDP(math.fsum(g.rho for g in guarantees), min((g.omega for g in guarantees), default=math.inf))
+    return TCDP(math.fsum(g.rho for g in guarantees),
+                min((g.omega for g in guarantees), default=math.inf))
 
 # %% ../../nbs/budgets/tcdp.ipynb #221fe432
 def tcdp_to_epsilon(
@@ -66,7 +71,8 @@ def tcdp_to_epsilon(
 )->float: # epsilon, upper bound (nats)
     "Epsilon implied by (`rho`, `omega`)-tCDP at `delta`, both branches (BDRS18; paper global_adapt_v2, Lemma 3)."
     if not rho >= 0:  raise ValueError(f"rho must be >= 0, got rho={rho}")
-    if not omega > 1: raise ValueError(f"omega must be > 1 for anything to follow, got omega={omega}")
+    if not omega > 1:
+        raise ValueError(f"omega must be > 1 for anything to follow, got omega={omega}")
     log_inv_delta = -math.log(_real("delta", delta, below=1))
     if rho == 0: return 0.0
     if log_inv_delta <= (omega - 1)**2*rho: return rho + 2*math.sqrt(rho*log_inv_delta)
@@ -81,11 +87,15 @@ def epsilon_to_rho(
 )->float: # The largest rho that still gives epsilon
     "The inverse of `tcdp_to_epsilon` in rho (inverse of paper global_adapt_v2, Lemma 3)."
     log_inv_delta = -math.log(_real("delta", delta, below=1))
-    if not omega > 1: raise ValueError(f"omega must be > 1 for anything to follow, got omega={omega}")
-    rho = (_real("epsilon", epsilon)/(math.sqrt(log_inv_delta + epsilon) + math.sqrt(log_inv_delta)))**2
+    if not omega > 1:
+        raise ValueError(f"omega must be > 1 for anything to follow, got omega={omega}")
+    rho = (_real("epsilon", epsilon)
+           /(math.sqrt(log_inv_delta + epsilon) + math.sqrt(log_inv_delta)))**2
     if log_inv_delta <= (omega - 1)**2*rho: return rho
     least = log_inv_delta/(omega - 1)
-    if not epsilon > least: raise ValueError(f"epsilon must be > log(1/delta)/(omega - 1) = {least:.6g} at omega={omega}, got epsilon={epsilon}")
+    if not epsilon > least:
+        raise ValueError(f"epsilon must be > log(1/delta)/(omega - 1) = {least:.6g} at "
+                         f"omega={omega}, got epsilon={epsilon}")
     return (epsilon - least)/omega
 
 # %% ../../nbs/budgets/tcdp.ipynb #25e6269e
@@ -106,11 +116,13 @@ def amplify_by_sampling(
     rho, omega, q = _real("rho", guarantee.rho), guarantee.omega, sample_rate
     if not 0 < q <= 1: raise ValueError(f"sample_rate must be in (0, 1], got sample_rate={q}")
     log_inv_q, third = -math.log(q), 3*rho*(2 - math.log(rho))
-    return TCDP(13*q**2*rho, log_inv_q/(4*rho)), [
-        Precondition("rho of a release <= 0.1", rho, 0.1, rho <= 0.1),
-        Precondition("sample rate <= 0.1", q, 0.1, q <= 0.1),
-        Precondition("log(1/q) >= 3 rho (2 + log(1/rho))", log_inv_q, third, log_inv_q >= third),
-        Precondition("omega of a release >= log(1/q)/(2 rho)", omega, log_inv_q/(2*rho), omega >= log_inv_q/(2*rho))]
+    return (TCDP(13*q**2*rho, log_inv_q/(4*rho)),
+            [Precondition("rho of a release <= 0.1", rho, 0.1, rho <= 0.1),
+             Precondition("sample rate <= 0.1", q, 0.1, q <= 0.1),
+             Precondition("log(1/q) >= 3 rho (2 + log(1/rho))", log_inv_q, third,
+                          log_inv_q >= third),
+             Precondition("omega of a release >= log(1/q)/(2 rho)", omega, log_inv_q/(2*rho),
+                          omega >= log_inv_q/(2*rho))])
 
 # %% ../../nbs/budgets/tcdp.ipynb #ad97f99e
 def conversion_preconditions(
@@ -122,4 +134,5 @@ def conversion_preconditions(
     reach = max(guarantee.omega - 1, 0.0)
     least = math.exp(-reach**2*guarantee.rho) if reach*guarantee.rho > 0 else 1.0
     return [Precondition("omega > 1", guarantee.omega, 1.0, guarantee.omega > 1),
-            Precondition("delta >= exp(-(omega - 1)^2 rho)", _real("delta", delta, below=1), least, delta >= least or guarantee.rho == 0)]
+            Precondition("delta >= exp(-(omega - 1)^2 rho)", _real("delta", delta, below=1), least,
+                         delta >= least or guarantee.rho == 0)]

@@ -36,8 +36,10 @@ def keep_at_most(
     units = np.asarray(units)
     order = np.argsort(units, kind="stable")
     sizes = nonprivate_unit_sizes(units)
-    rank = np.arange(len(units)) - np.repeat(np.cumsum(sizes) - sizes, sizes) # place of an image in its unit
-    keep = np.empty(len(units), dtype=bool); keep[order] = rank < images
+    # place of an image in its unit
+    rank = np.arange(len(units)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    keep = np.empty(len(units), dtype=bool)
+    keep[order] = rank < images
     return keep
 
 # %% ../../nbs/budgets/units.ipynb #d0cc3d48
@@ -62,12 +64,16 @@ def _log_ratio(z, sigma, log_weights):
     return special.logsumexp(log_weights[:, None] + j*z/sigma - j*j/(2*sigma**2), axis=0)
 
 # %% ../../nbs/budgets/units.ipynb #52b3cc88
-_REACH, _DIGITS, _NODES = 12.0, 30.0, 200_000 # standard deviations beyond the outer modes; ln of 1/error; most nodes
+# standard deviations beyond the outer modes; ln of 1/error; most nodes
+_REACH, _DIGITS, _NODES = 12.0, 30.0, 200_000
 
 def _apart(sigma, lost=0.0):
     "Distance of the nodes, where `lost` factors of the integrand grow by 1/cos(theta/2) at height theta*sigma."
     theta = np.linspace(0.005, 1, 400)*min(0.999*math.pi, 7.75/sigma)
-    return min(0.8, float(np.max(2*math.pi*sigma*theta/(_DIGITS + (sigma*theta)**2/2 - lost*np.log(np.cos(theta/2))))))
+    return min(0.8,
+               float(
+                   np.max(2*math.pi*sigma*theta
+                          /(_DIGITS + (sigma*theta)**2/2 - lost*np.log(np.cos(theta/2))))))
 
 def _log_moment(power, z, log_ratio):
     "ln E_Q[(P/Q)^power], by the trapezoidal rule."
@@ -78,7 +84,8 @@ def _both_moments(sigma, q, images, orders):
     "ln E_Q[(P/Q)^alpha] and ln E_Q[(P/Q)^(1-alpha)] at each order."
     top, weights = orders.max(), _log_weights(images, q)
     far = np.arange(-_REACH, top*images/sigma + _REACH, _apart(sigma))
-    left = _REACH + math.sqrt(-2*images*(top - 1)*math.log1p(-q)) # beyond, the integrand is below e^-72 of the moment
+    # beyond, the integrand is below e^-72 of the moment
+    left = _REACH + math.sqrt(-2*images*(top - 1)*math.log1p(-q))
     near = np.arange(-left, _REACH, _apart(sigma, images*(top - 1)))
     far_ratio, near_ratio = _log_ratio(far, sigma, weights), _log_ratio(near, sigma, weights)
     ends = np.searchsorted(far, orders*images/sigma + _REACH)
@@ -100,7 +107,9 @@ def rdp_unit(
     _whole("images", images)
     if q == 1: return orders*images**2/(2*sigma**2)
     short, rdp = orders*images <= _NODES*sigma*_apart(sigma), np.empty(len(orders))
-    if not short.all(): rdp[~short] = rdp_sampled_gaussian(sigma/images, -math.expm1(images*math.log1p(-q)), orders[~short])
+    if not short.all():
+        rdp[~short] = rdp_sampled_gaussian(sigma/images, -math.expm1(images*math.log1p(-q)),
+                                           orders[~short])
     if short.any():
         larger = np.maximum(*_both_moments(sigma, q, images, orders[short]))
         rdp[short] = (np.maximum(larger, 0) + 1e-12)/(orders[short] - 1)
@@ -112,29 +121,42 @@ def _composed_units(events, images, interval, pessimistic=True):
     from dp_accounting.pld import privacy_loss_distribution as pld
     total, j = pld.identity(interval, pessimistic), np.arange(images + 1.0)
     for e in events:
-        one = pld.from_mixture_gaussian_mechanism(e.noise_multiplier, j, np.exp(_log_weights(images, e.sample_rate)), pessimistic_estimate=pessimistic,
-                                                  value_discretization_interval=interval, use_connect_dots=pessimistic)
+        one = pld.from_mixture_gaussian_mechanism(e.noise_multiplier, j,
+                                                  np.exp(_log_weights(images, e.sample_rate)),
+                                                  pessimistic_estimate=pessimistic,
+                                                  value_discretization_interval=interval,
+                                                  use_connect_dots=pessimistic)
         total = total.compose(_repeated(one, e.steps))
     return total
 
 # %% ../../nbs/budgets/units.ipynb #70c5a833
 def _group_by_rdp(events, images, delta):
-    total = sum((e.steps*rdp_unit(e.noise_multiplier, e.sample_rate, images=images) for e in merge_events(events)), np.zeros(len(UNIT_ORDERS)))
+    total = sum((e.steps*rdp_unit(e.noise_multiplier, e.sample_rate, images=images)
+                 for e in merge_events(events)), np.zeros(len(UNIT_ORDERS)))
     found = rdp_to_epsilon(total, UNIT_ORDERS, delta=delta)
-    note = f"The best order, {found.order:g}, is at the edge of the orders; a wider range may give less." if found.at_boundary else ""
+    note = (f"The best order, {found.order:g}, is at the edge of the orders; a wider "
+            "range may give less." if found.at_boundary else "")
     return Certified(found.epsilon, "rdp", note)
 
 def _group_by_pld(events, images, delta):
     "Epsilon by PLD, or by RDP where that is the one to report."
     scale, few = _group_by_rdp(events, images, delta), composable(events)
-    if scale.epsilon in (0, math.inf): return replace(scale, note=f"RDP certifies {scale.epsilon:g}, so PLD was not asked.")
-    if delta < SMALLEST_DELTA: return _instead(scale, f"PLD is not used below delta={SMALLEST_DELTA:g}, where rounding decides")
-    wide = [replace(e, noise_multiplier=e.noise_multiplier/images) for e in clipped_per_unit(few, images=images)]
+    if scale.epsilon in (0, math.inf):
+        return replace(scale, note=f"RDP certifies {scale.epsilon:g}, so PLD was not asked.")
+    if delta < SMALLEST_DELTA:
+        return _instead(scale,
+                        f"PLD is not used below delta={SMALLEST_DELTA:g}, where rounding decides")
+    wide = [replace(e, noise_multiplier=e.noise_multiplier/images)
+            for e in clipped_per_unit(few, images=images)]
     interval = max(2e-5*scale.epsilon, sum(map(_loss_width, wide))/50_000)
     try:
-        with np.errstate(all="ignore"): found = float(_composed_units(few, images, interval).get_epsilon_for_delta(delta - ROUNDING))
-    except (OverflowError, FloatingPointError, ValueError, MemoryError): found = math.inf
-    if not found <= scale.epsilon: return _instead(scale, f"PLD gives {found:.6g} on a grid of {interval:.2g}")
+        with np.errstate(all="ignore"):
+            found = float(_composed_units(few, images, interval)
+                          .get_epsilon_for_delta(delta - ROUNDING))
+    except (OverflowError, FloatingPointError, ValueError, MemoryError):
+        found = math.inf
+    if not found <= scale.epsilon:
+        return _instead(scale, f"PLD gives {found:.6g} on a grid of {interval:.2g}")
     return Certified(found, "pld", f"Upper bound on a grid of {interval:.2g}.")
 
 # %% ../../nbs/budgets/units.ipynb #8a7c5d09
@@ -149,9 +171,12 @@ def certify_group(
     events = tuple(events)
     _whole("images", images)
     _real("delta", delta, below=1)
-    if isinstance(accountants, str) or not accountants: raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
-    for name in accountants: _relation("add_or_remove_one", _word("accountants", name, ("rdp", "pld")))
-    return {name: {"rdp": _group_by_rdp, "pld": _group_by_pld}[name](events, images, delta) for name in accountants}
+    if isinstance(accountants, str) or not accountants:
+        raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
+    for name in accountants:
+        _relation("add_or_remove_one", _word("accountants", name, ("rdp", "pld")))
+    return {name: {"rdp": _group_by_rdp, "pld": _group_by_pld}[name](events, images, delta)
+            for name in accountants}
 
 # %% ../../nbs/budgets/units.ipynb #28378564
 def group_privacy(
@@ -164,5 +189,6 @@ def group_privacy(
     _real("epsilon", epsilon)
     _real("delta", delta, below=1)
     growth = _whole("images", images)*epsilon
-    log_delta = math.log(delta) + growth + math.log(-math.expm1(-growth)) - epsilon - math.log(-math.expm1(-epsilon))
+    log_delta = (math.log(delta) + growth + math.log(-math.expm1(-growth)) - epsilon
+                 - math.log(-math.expm1(-epsilon)))
     return growth, math.exp(min(0.0, log_delta))

@@ -11,8 +11,10 @@ from importlib.resources import files
 import pandas as pd
 
 # %% ../../nbs/published.ipynb #b89c86db
-PAPERS = ("global_adapt_v2", "sad", "adaptive_noise", "sanitization") # short names, in the order of the README
-COLUMNS = ("paper", "item", "dataset", "model", "method", "setting", "epsilon", "delta", "metric", "value", "unit")
+# short names, in the order of the README
+PAPERS = ("global_adapt_v2", "sad", "adaptive_noise", "sanitization")
+COLUMNS = ("paper", "item", "dataset", "model", "method", "setting", "epsilon", "delta", "metric",
+           "value", "unit")
 NUMBERS = ("epsilon", "delta", "value") # the columns that hold numbers; only `value` is never empty
 
 # %% ../../nbs/published.ipynb #60a6ec3f
@@ -20,10 +22,12 @@ def load_text(
     paper:str|None=None, # One of `PAPERS`; all of them when None
 )->pd.DataFrame: # One row per printed number, every cell as it stands in the file
     "The published numbers as text, so that every printed digit is kept."
-    if paper is not None and paper not in PAPERS: raise ValueError(f"paper must be one of {', '.join(PAPERS)}, got paper={paper}")
+    if paper is not None and paper not in PAPERS:
+        raise ValueError(f"paper must be one of {', '.join(PAPERS)}, got paper={paper}")
     folder = files("dp_companion") / "published"
     names = PAPERS if paper is None else (paper,)
-    return pd.concat([pd.read_csv(folder / f"{name}.csv", dtype=str, keep_default_na=False) for name in names], ignore_index=True)
+    return pd.concat([pd.read_csv(folder / f"{name}.csv", dtype=str, keep_default_na=False)
+                      for name in names], ignore_index=True)
 
 # %% ../../nbs/published.ipynb #00f7cc31
 def _check_columns(
@@ -31,9 +35,11 @@ def _check_columns(
 )->None:
     "Raise unless the columns are `COLUMNS`, in any order."
     for name in text.columns:
-        if name not in COLUMNS: raise ValueError(f"column must be one of {', '.join(COLUMNS)}, got column={name}")
+        if name not in COLUMNS:
+            raise ValueError(f"column must be one of {', '.join(COLUMNS)}, got column={name}")
     for name in COLUMNS:
-        if name not in text.columns: raise ValueError(f"columns must include {name}, got columns={', '.join(text.columns)}")
+        if name not in text.columns:
+            raise ValueError(f"columns must include {name}, got columns={', '.join(text.columns)}")
 
 # %% ../../nbs/published.ipynb #7f9b8f07
 def _check_numbers(
@@ -44,7 +50,8 @@ def _check_numbers(
         cells = text[name].astype(str)
         legal = cells.str.fullmatch(r"\d+(\.\d+)?(e-\d+)?") | ((cells == "") & (name != "value"))
         for k in text.index[~legal][:1]:
-            raise ValueError(f"{name} must be a plain number, got {name}={cells[k]} in {text.paper[k]}, {text['item'][k]}")
+            raise ValueError(f"{name} must be a plain number, got {name}={cells[k]} in "
+                             f"{text.paper[k]}, {text['item'][k]}")
 
 # %% ../../nbs/published.ipynb #18ccab22
 def load(
@@ -85,11 +92,13 @@ def _check_rows(
     "Raise when two rows describe the same number, or a table has not the number of rows of `ROWS_PER_TABLE`."
     identity = [name for name in COLUMNS if name not in ("value", "unit")]
     for k in text.index[text.duplicated(identity)][:1]:
-        raise ValueError(f"each number must have one row, got a second row for {', '.join(filter(None, text.loc[k, identity]))}")
+        raise ValueError("each number must have one row, got a second row for "
+                         f"{', '.join(filter(None, text.loc[k, identity]))}")
     counts = text.groupby(["paper", "item"]).size().to_dict()
     for paper, item in {**ROWS_PER_TABLE, **counts}:
         expected, got = ROWS_PER_TABLE.get((paper, item), 0), counts.get((paper, item), 0)
-        if got != expected: raise ValueError(f"rows of {paper}, {item} must be {expected}, got rows={got}")
+        if got != expected:
+            raise ValueError(f"rows of {paper}, {item} must be {expected}, got rows={got}")
 
 # %% ../../nbs/published.ipynb #b4933b44
 def check_published(
