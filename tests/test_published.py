@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from dp_companion import published
-from dp_companion.published import COLUMNS, PAPERS, ROWS_PER_TABLE, check_published, load, load_text, printed_decimals
+from dp_companion.published import _COLUMNS, PAPERS, _ROWS_PER_TABLE, _check_published, load, load_text, printed_decimals
 
 V2 = "DP-SGD-Global-Adapt-V2"
 BY_EYE = [ # paper, item, dataset, model, method, setting, epsilon, delta, metric, value as printed, unit
@@ -39,7 +39,7 @@ def text(): return load_text()
 
 @pytest.mark.parametrize("row", BY_EYE, ids=lambda row: f"{row[0]}-{row[1]}")
 def test_row_read_by_eye(text, row):
-    assert sum(tuple(line) == row for line in text[list(COLUMNS)].itertuples(index=False)) == 1
+    assert sum(tuple(line) == row for line in text[list(_COLUMNS)].itertuples(index=False)) == 1
 
 
 def test_load_gives_floats_with_nan_only_where_the_paper_is_silent(text):
@@ -55,7 +55,7 @@ def test_load_gives_floats_with_nan_only_where_the_paper_is_silent(text):
 def test_the_four_papers_make_the_whole():
     parts = pd.concat([load(paper) for paper in PAPERS], ignore_index=True)
     pd.testing.assert_frame_equal(parts, load())
-    assert len(parts) == sum(ROWS_PER_TABLE.values()) == 558
+    assert len(parts) == sum(_ROWS_PER_TABLE.values()) == 558
 
 
 def test_each_block_of_a_table_is_complete(text):
@@ -115,9 +115,9 @@ DAMAGE = (
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused_in_one_sentence(text, name):
     damage, sentence = DAMAGE[name]
-    check_published(text)
+    _check_published(text)
     with pytest.raises(ValueError, match=sentence) as caught:
-        check_published(damage(text))
+        _check_published(damage(text))
     assert "\n" not in str(caught.value)
 
 

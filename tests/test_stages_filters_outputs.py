@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from dp_companion.budgets.certified import calibrate, certify
 from dp_companion.budgets.events import MechanismEvent, gaussian_events, per_step_multipliers
-from dp_companion.budgets.filters import RenyiFilter, RenyiOdometer, order_offsets, planned_orders, same_batch
-from dp_companion.budgets.outputs import MECHANISMS, count_error, gaussian_delta, gaussian_std, laplace_delta, laplace_scale
+from dp_companion.budgets.filters import RenyiFilter, RenyiOdometer, _order_offsets, planned_orders, same_batch
+from dp_companion.budgets.outputs import _MECHANISMS, count_error, gaussian_delta, gaussian_std, _laplace_delta, laplace_scale
 from dp_companion.budgets.rdp import ORDERS, rdp_of_events, rdp_to_epsilon
 from dp_companion.budgets.schedules import Constant, PoissonPlan
-from dp_companion.budgets.stages import Stages, calibrated, exact_stage_lengths, sad_methods, schedule_shape, stage_lengths
+from dp_companion.budgets.stages import Stages, calibrated, exact_stage_lengths, sad_methods, _schedule_shape, _stage_lengths
 
 properties = settings(derandomize=True, max_examples=60, deadline=None)
 HAM = PoissonPlan(dataset_size=8012, expected_batch_size=128, epochs=50)
@@ -32,7 +32,7 @@ def step(noise_multiplier, sample_rate=0.01, steps=1):
 def test_lengths_are_whole_and_sum_to_the_run(length, stages, ratio):
     exact = exact_stage_lengths(length, stages=stages, length_ratio=ratio)
     try:
-        whole = stage_lengths(length, stages=stages, length_ratio=ratio)
+        whole = _stage_lengths(length, stages=stages, length_ratio=ratio)
     except ValueError as error:
         assert exact[0] < 1 and "one step in each" in str(error)
         return
@@ -81,7 +81,7 @@ def test_stages_refuse_another_run():
 
 def test_tendencies_of_figures_3_to_5():
     def shape(**rest):
-        return schedule_shape(calibrated(Stages.of_plan(HAM, initial=1, **rest), HAM,
+        return _schedule_shape(calibrated(Stages.of_plan(HAM, initial=1, **rest), HAM,
                                          target_epsilon=3, delta=1e-3), HAM)
     low, high = (shape(value_ratio=beta) for beta in (0.6, 0.8))
     assert low.mean > high.mean and low.variance > high.variance and low.initial < high.initial
@@ -181,12 +181,12 @@ def test_minimum_over_orders_is_no_filter_but_shares_are():
     heads, second = math.exp(0.1)/(1 + math.exp(0.1)), (rare(0.0296, 7.96), rare(0.00215, 8.56))
     first = np.array([heads, 1 - heads]), np.array([1 - heads, heads])
     sums = [divergence(*first) + divergence(*branch) for branch in second]
-    naive = [(s + order_offsets({o: 1.0}, delta=1e-3)[0]) for branch in sums
+    naive = [(s + _order_offsets({o: 1.0}, delta=1e-3)[0]) for branch in sums
              for o, s in zip(orders, branch)]
     assert min(naive[:200]) <= 8 and min(naive[200:]) <= 8 # each path passes at some order
     p, q = (np.concatenate([first[k][i]*second[i][k] for i in (0, 1)]) for k in (0, 1))
     assert np.maximum(p - math.exp(8)*q, 0).sum() > 1.25e-3 # and delta is passed
-    offsets = order_offsets({o: 1/200 for o in orders}, delta=1e-3)
+    offsets = _order_offsets({o: 1/200 for o in orders}, delta=1e-3)
     assert any((branch + offsets).min() > 8 for branch in sums)
 
 
@@ -195,8 +195,8 @@ def test_shares_and_offsets():
     np.testing.assert_allclose(sum(shares.values()), 1, rtol=1e-12)
     assert max(shares, key=shares.get) in ORDERS
     assert len(planned_orders(HAM, target_epsilon=3, delta=1e-3)) == 1
-    assert (order_offsets(shares, delta=1e-3)
-            < order_offsets(shares, delta=1e-3, at_all_times=True)).all()
+    assert (_order_offsets(shares, delta=1e-3)
+            < _order_offsets(shares, delta=1e-3, at_all_times=True)).all()
 
 
 def test_odometer_reads_above_the_filter_and_never_falls():
@@ -285,14 +285,14 @@ def test_laplace_agrees_with_pld():
         b = laplace_scale(2.0, target_epsilon=epsilon)
         found = pld.from_laplace_mechanism(b/2.0, value_discretization_interval=1e-4)
         for at in (0.1*epsilon, 0.7*epsilon, 1.01*epsilon):
-            np.testing.assert_allclose(laplace_delta(b, sensitivity=2.0, epsilon=at),
+            np.testing.assert_allclose(_laplace_delta(b, sensitivity=2.0, epsilon=at),
                                        found.get_delta_for_epsilon(at), atol=1e-4)
 
 
 def test_errors_in_their_order():
     for epsilon in (0.1, 1, 5):
         for records in (10, 10_000):
-            errors = {m: count_error(m, records=records, epsilon=epsilon).std for m in MECHANISMS}
+            errors = {m: count_error(m, records=records, epsilon=epsilon).std for m in _MECHANISMS}
             assert (errors["local randomized response"] < errors["local laplace"]
                     < errors["local gaussian"])
             # not so for 10 records at epsilon 5

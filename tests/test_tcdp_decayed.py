@@ -9,7 +9,7 @@ from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from scipy.special import log_ndtr, ndtr
 
-from dp_companion.budgets.decayed import FIGURE_9_READING, FORMULAS, calibrate_claimed, claimed_budget, precision_sum, smallest_variance
+from dp_companion.budgets.decayed import FIGURE_9_READING, _FORMULAS, calibrate_claimed, claimed_budget, _precision_sum, _smallest_variance
 from dp_companion.budgets.schedules import Constant, LinearDecay, PoissonPlan, StepDecay, TimeDecay
 from dp_companion.budgets.tcdp import TCDP, amplify_by_sampling, compose_tcdp, conversion_preconditions, epsilon_to_rho, gaussian_tcdp, tcdp_to_epsilon
 
@@ -140,9 +140,9 @@ def test_closed_forms_are_direct_sums(rate, phases, drop_every):
               StepDecay(initial=1.0, decay_rate=rate,
                         drop_every=drop_every): [rate**(e//drop_every) for e in range(epochs)]}
     for shape, variances in direct.items():
-        assert precision_sum(shape, epochs) == pytest.approx(math.fsum(1/v for v in variances),
+        assert _precision_sum(shape, epochs) == pytest.approx(math.fsum(1/v for v in variances),
             rel=1e-12)
-        assert smallest_variance(shape, epochs) == pytest.approx(min(variances), rel=1e-12)
+        assert _smallest_variance(shape, epochs) == pytest.approx(min(variances), rel=1e-12)
 
 
 @pytest.mark.parametrize("drop_every, decay_rate, printed",
@@ -156,7 +156,7 @@ def test_tables_16_and_17_to_every_digit(drop_every, decay_rate, printed):
 
 def test_the_main_setting():
     printed, stated, derived = (claimed_budget(HEADLINE, MNIST, delta=1e-5, formula=formula)
-                                for formula in FORMULAS)
+                                for formula in _FORMULAS)
     assert (round(printed.rho, 4), round(stated.rho, 2)) == (0.0206, 2.06)
     assert printed.omega == stated.omega == pytest.approx(math.log(937.5)*0.1916**2*0.5**9/20,
                                                           rel=1e-12)
@@ -190,7 +190,7 @@ def test_poisson_with_everybody_in_every_batch_has_one_size():
 
 
 @properties
-@given(st.sampled_from(SHAPES), st.sampled_from(FORMULAS), logs(0.05, 20), logs(1e-9, 1e-3),
+@given(st.sampled_from(SHAPES), st.sampled_from(_FORMULAS), logs(0.05, 20), logs(1e-9, 1e-3),
        st.sampled_from([1, 2]),
        st.sampled_from([MNIST, PoissonPlan(dataset_size=1173, expected_batch_size=32, epochs=30),
                         PoissonPlan(dataset_size=1000, expected_batch_size=100, epochs=10)]))
@@ -252,7 +252,7 @@ def test_derived_takes_any_schedule():
                                                         target_epsilon=float("nan"), delta=1e-5),
                               "target_epsilon must be finite and > 0, got target_epsilon=nan"),
                              (lambda: tcdp_to_epsilon(1.0, 0.5, delta=1e-5),
-                              "omega must be > 1 for anything to follow, got omega=0.5"),
+                              "omega must be > 1 for a finite epsilon, got omega=0.5"),
                              (lambda: tcdp_to_epsilon(-1.0, delta=1e-5),
                               "rho must be >= 0, got rho=-1.0"),
                              (lambda: epsilon_to_rho(0.01, 2.0, delta=1e-5),

@@ -13,7 +13,7 @@ from scipy import optimize, special
 
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import MechanismEvent
-from dp_companion.budgets.units import UNIT_ORDERS, certify_group, clipped_per_unit, group_privacy, keep_at_most, nonprivate_unit_sizes, rdp_unit
+from dp_companion.budgets.units import _UNIT_ORDERS, certify_group, clipped_per_unit, _group_privacy, keep_at_most, _nonprivate_unit_sizes, _rdp_unit
 
 SIGMA, RATE = st.floats(.4, 10), st.floats(1e-4, .9)
 
@@ -33,7 +33,7 @@ def test_keep_at_most_by_hand(units, images):
         want.append(seen[unit] <= images)
     units = np.array(units)
     kept = keep_at_most(units, images=images)
-    assert kept.tolist() == want and nonprivate_unit_sizes(units[kept]).max() <= images
+    assert kept.tolist() == want and _nonprivate_unit_sizes(units[kept]).max() <= images
     for left_out in set(units.tolist()): # whatever one unit does, the others keep the same images
         assert keep_at_most(units[units != left_out],
                             images=images).tolist() == kept[units != left_out].tolist()
@@ -41,7 +41,7 @@ def test_keep_at_most_by_hand(units, images):
 
 def test_units_may_be_names():
     assert keep_at_most(["b", "a", "b"], images=1).tolist() == [True, True, False]
-    assert nonprivate_unit_sizes(["b", "a", "b"]).tolist() == [1, 2]
+    assert _nonprivate_unit_sizes(["b", "a", "b"]).tolist() == [1, 2]
 
 
 # ---- one release
@@ -64,22 +64,22 @@ def moment(sigma, q, k, power):
 def test_rdp_is_the_larger_direction(sigma, q, k, order):
     removed, added = (float(mpmath.log(moment(sigma, q, k, power)))/(order - 1)
                       for power in (order, 1 - order))
-    np.testing.assert_allclose(rdp_unit(sigma, q, images=k, orders=[order])[0], max(removed, added),
+    np.testing.assert_allclose(_rdp_unit(sigma, q, images=k, orders=[order])[0], max(removed, added),
                                rtol=1e-8)
 
 
 def test_full_participation_is_a_gaussian():
-    np.testing.assert_array_equal(rdp_unit(2., 1, images=3), UNIT_ORDERS*9/8)
-    np.testing.assert_allclose(rdp_unit(2., 1 - 1e-12, images=3, orders=[2, 5])[0], 9/4, rtol=1e-6)
+    np.testing.assert_array_equal(_rdp_unit(2., 1, images=3), _UNIT_ORDERS*9/8)
+    np.testing.assert_allclose(_rdp_unit(2., 1 - 1e-12, images=3, orders=[2, 5])[0], 9/4, rtol=1e-6)
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(SIGMA, RATE, st.integers(1, 6))
 def test_rdp_rises_with_images_and_stays_below_the_crude_bound(sigma, q, k):
     orders = np.array([1.5, 2, 4, 16])
-    one, more = (rdp_unit(sigma, q, images=n, orders=orders) for n in (k, k + 1))
+    one, more = (_rdp_unit(sigma, q, images=n, orders=orders) for n in (k, k + 1))
     assert (more >= one*(1 - 1e-9) - 1e-10).all()
-    all_at_once = rdp_unit(sigma/k, clipped_per_unit([event(sigma, q, 1)], images=k)[0].sample_rate,
+    all_at_once = _rdp_unit(sigma/k, clipped_per_unit([event(sigma, q, 1)], images=k)[0].sample_rate,
                            images=1, orders=orders)
     assert (one <= all_at_once*(1 + 1e-9) + 1e-10).all()
 
@@ -87,7 +87,7 @@ def test_rdp_rises_with_images_and_stays_below_the_crude_bound(sigma, q, k):
 @pytest.mark.parametrize("sigma", [1e-5, .01, .03, .1])
 def test_little_noise_meets_the_crude_bound(sigma):
     "Above the full sum's value at the probability that all images are drawn, below the crude bound; no jump down where the one gives way to the other."
-    rdp, orders = rdp_unit(sigma, .1, images=6), UNIT_ORDERS
+    rdp, orders = _rdp_unit(sigma, .1, images=6), _UNIT_ORDERS
     all_drawn = orders*36/(2*sigma**2) + orders/(orders - 1)*6*math.log(.1)
     assert (rdp >= all_drawn*(1 - 1e-9)).all()
     assert (rdp <= orders*36/(2*sigma**2)*(1 + 1e-9)).all()
@@ -142,7 +142,7 @@ def test_one_image_is_the_ordinary_certificate():
 
 def test_better_than_knowing_epsilon_alone():
     run = [event(4., .02, 500)]
-    epsilon, delta = group_privacy(certify(run, delta=1e-6)["pld"].epsilon, 1e-6, images=3)
+    epsilon, delta = _group_privacy(certify(run, delta=1e-6)["pld"].epsilon, 1e-6, images=3)
     assert delta < 1 and certify_group(run, images=3, delta=delta)["pld"].epsilon < epsilon
 
 
@@ -189,7 +189,7 @@ def test_sampled_and_clipped_per_unit_by_enumeration(combine):
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.floats(.01, 5), st.floats(1e-9, .5), st.integers(1, 8))
 def test_group_privacy_is_the_sum(epsilon, delta, k):
-    total, out = group_privacy(epsilon, delta, images=k)
+    total, out = _group_privacy(epsilon, delta, images=k)
     assert total == k*epsilon
     np.testing.assert_allclose(out, min(1, delta*sum(math.exp(j*epsilon) for j in range(k))),
                                rtol=1e-9)
@@ -206,15 +206,15 @@ def test_group_privacy_is_the_sum(epsilon, delta, k):
                            "accountants must be a tuple of names"),
                           (lambda: certify_group([], images=2, delta=.1, accountants=("moments",)),
                            "accountants must be one of rdp, pld"),
-                          (lambda: rdp_unit(1., .1, images=2, orders=[1.0]),
+                          (lambda: _rdp_unit(1., .1, images=2, orders=[1.0]),
                            "orders must be one row of finite numbers > 1"),
-                          (lambda: rdp_unit(math.nan, .1, images=2),
+                          (lambda: _rdp_unit(math.nan, .1, images=2),
                            "noise_multiplier must be finite and > 0"),
                           (lambda: clipped_per_unit([], images=0),
                            "images must be a whole number >= 1, got images=0"),
                           (lambda: keep_at_most([1], images=-1),
                            "images must be a whole number >= 1"),
-                          (lambda: group_privacy(1., 1., images=2), "delta must be in (0, 1)"),])
+                          (lambda: _group_privacy(1., 1., images=2), "delta must be in (0, 1)"),])
 def test_errors_are_sentences(call, sentence):
     with pytest.raises(ValueError) as error:
         call()

@@ -4,7 +4,7 @@ import sys
 import time
 from functools import partial
 
-from dp_companion.budgets.certified import CALIBRATORS, calibrate, certify
+from dp_companion.budgets.certified import _CALIBRATORS, calibrate, certify
 from dp_companion.budgets.events import gaussian_events
 from dp_companion.budgets.schedules import LinearDecay, PoissonPlan, StepDecay
 
@@ -46,7 +46,7 @@ def rows():
             yield (f"epsilon by {accountant}, step decay from {sigma}", took, limit,
                    f"{got[accountant].epsilon:,.4f}")
     for target in (1, 8):
-        for accountant in CALIBRATORS:
+        for accountant in _CALIBRATORS:
             took, sigma = seconds(partial(calibrate, STEP, PLAN, target_epsilon=target, delta=1e-5,
                                           accountant=accountant))
             yield (f"calibration by {accountant} to {target}, step decay", took,
