@@ -246,7 +246,7 @@ def test_a_decision_takes_less_than_a_millisecond():
 
 
 def test_filters_refuse_nonsense():
-    with pytest.raises(ValueError, match="what conversion alone takes"):
+    with pytest.raises(ValueError, match="the conversion term"):
         RenyiFilter({1.5: 1.0}, target_epsilon=1, delta=1e-5)
     with pytest.raises(ValueError, match="sum to at most 1"):
         RenyiFilter({2.0: 0.9, 3.0: 0.2}, target_epsilon=100, delta=1e-5)
