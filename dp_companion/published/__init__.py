@@ -14,14 +14,14 @@ import pandas as pd
 # short names, in the order of the README
 PAPERS = ("global_adapt_v2", "sad", "adaptive_noise", "sanitization")
 _COLUMNS = ("paper", "item", "dataset", "model", "method", "setting", "epsilon", "delta", "metric",
-           "value", "unit")
-_NUMBERS = ("epsilon", "delta", "value") # the columns that hold numbers; only `value` is never empty
+            "value", "unit")
+_NUMBERS = ("epsilon", "delta", "value") # numeric columns; only `value` is never empty
 
 # %% ../../nbs/published.ipynb #60a6ec3f
 def load_text(
     paper:str|None=None, # One of `PAPERS`; all of them when None
 )->pd.DataFrame: # One row per printed number, every cell as it stands in the file
-    "The published numbers as text, so that every printed digit is kept."
+    "Published numbers as text, with every printed digit."
     if paper is not None and paper not in PAPERS:
         raise ValueError(f"paper must be one of {', '.join(PAPERS)}, got paper={paper}")
     folder = files("dp_companion") / "published"
@@ -45,7 +45,7 @@ def _check_columns(
 def _check_numbers(
     text:pd.DataFrame, # As `load_text` gives it
 )->None:
-    "Raise unless the columns in `_NUMBERS` hold plain numbers, or nothing where that is legal; nothing turns into a NaN unseen."
+    "Raise unless the columns in `_NUMBERS` hold plain numbers, or are legally empty."
     for name in _NUMBERS:
         cells = text[name].astype(str)
         legal = cells.str.fullmatch(r"\d+(\.\d+)?(e-\d+)?") | ((cells == "") & (name != "value"))
@@ -56,8 +56,8 @@ def _check_numbers(
 # %% ../../nbs/published.ipynb #18ccab22
 def load(
     paper:str|None=None, # One of `PAPERS`; all of them when None
-)->pd.DataFrame: # As `load_text`, with float `epsilon`, `delta` and `value`; NaN where the paper states no epsilon or delta
-    "The published numbers."
+)->pd.DataFrame: # As `load_text`, with `epsilon`, `delta` and `value` as float; NaN for none
+    "Published numbers."
     text = load_text(paper)
     _check_columns(text)
     _check_numbers(text)
@@ -71,25 +71,32 @@ def printed_decimals(
     return len(value.partition(".")[2])
 
 # %% ../../nbs/published.ipynb #4ab091b1
+def _tables(numbers, rows): return {("global_adapt_v2", f"Table {t}"): rows for t in numbers}
+
 _ROWS_PER_TABLE = {
-    **{("global_adapt_v2", f"Table {t}"): 5*6 for t in (4, 5, 6)}, # five budgets, six methods
-    **{("global_adapt_v2", f"Table {t}"): 5*2*5 for t in range(7, 12)}, # five budgets, two data sets, five metrics
-    ("global_adapt_v2", "Table 12"): 3 + 2*4, # three accuracies; two data sets with four metrics
-    **{("global_adapt_v2", f"Table {t}"): 5*4 for t in (13, 14, 15)}, # five budgets, four methods
-    **{("global_adapt_v2", f"Table {t}"): 5*3 for t in (16, 17)}, # five settings, three metrics
-    **{("global_adapt_v2", f"Table {t}"): n*2 for t, n in ((18, 5), (19, 5), (20, 4), (21, 10))}, # n settings, two metrics
-    ("sad", "Table I"): 3, ("sad", "Table II"): 3*4, # three numbers of stages; three budgets, four methods
+    **_tables((4, 5, 6), 5*6), # five budgets, six methods
+    **_tables(range(7, 12), 5*2*5), # five budgets, two data sets, five metrics
+    **_tables([12], 3 + 2*4), # three accuracies; two data sets with four metrics
+    **_tables((13, 14, 15), 5*4), # five budgets, four methods
+    **_tables((16, 17), 5*3), # five settings, three metrics
+    **_tables((18, 19), 5*2), # five settings, two metrics
+    **_tables([20], 4*2), # four settings, two metrics
+    **_tables([21], 10*2), # ten settings, two metrics
+    ("sad", "Table I"): 3, # three numbers of stages
+    ("sad", "Table II"): 3*4, # three budgets, four methods
     ("adaptive_noise", "Results table"): 4 + 2, # four accuracies, two privacy losses
-    ("adaptive_noise", "Section 4.4"): 6 + 1, # six accuracies and one share of epochs, all with "about" in the text
-    ("sanitization", "Table 1"): 2*(3*3 + 1), # two thresholds, three vectors of three and one standard deviation
-    ("sanitization", "Table 2"): 5, ("sanitization", "Table 3"): 8, ("sanitization", "Table 4"): 8, # one accuracy a row
+    ("adaptive_noise", "Section 4.4"): 6 + 1, # six accuracies, one share of epochs; all "about"
+    ("sanitization", "Table 1"): 2*(3*3 + 1), # two thresholds: three vectors of three, one std
+    ("sanitization", "Table 2"): 5, # one accuracy a row
+    ("sanitization", "Table 3"): 8, # one accuracy a row
+    ("sanitization", "Table 4"): 8, # one accuracy a row
 }
 
 # %% ../../nbs/published.ipynb #734822ad
 def _check_rows(
     text:pd.DataFrame, # As `load_text` gives it
 )->None:
-    "Raise when two rows describe the same number, or a table has not the number of rows of `_ROWS_PER_TABLE`."
+    "Raise where a number has two rows, or a table has the wrong number of rows."
     identity = [name for name in _COLUMNS if name not in ("value", "unit")]
     for k in text.index[text.duplicated(identity)][:1]:
         raise ValueError("each number must have one row, got a second row for "
@@ -102,9 +109,9 @@ def _check_rows(
 
 # %% ../../nbs/published.ipynb #b4933b44
 def _check_published(
-    text:pd.DataFrame|None=None, # All four papers, as `load_text` gives them; the packaged files when None
+    text:pd.DataFrame|None=None, # All four papers, as from `load_text`; None: the packaged files
 )->None:
-    "Raise one sentence at the first unknown column, non-number, duplicate row or wrong count."
+    "Raise at the first unknown column, non-number, duplicate row or wrong count."
     text = (load_text() if text is None else text).reset_index(drop=True)
     _check_columns(text)
     _check_numbers(text)
