@@ -135,6 +135,7 @@ def _instead(bound, reason):
             else "no other accountant here knows this relation")
     return replace(bound, note=f"{reason}; {rest}.")
 
+# %% ../../nbs/budgets/certified.ipynb #a504ff49
 def _on_grid(events, scale, bound, delta, neighbouring_relation):
     "Epsilon by PLD, unless `bound` is better; `scale` has events whose losses set the grid."
     interval = grid_interval(composable(scale), delta=delta)

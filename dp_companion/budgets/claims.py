@@ -159,9 +159,9 @@ def _sanitization_verdict():
     least = [_exact_row_epsilon(c, 1.) for c in SANITIZATION_CLAIMS]
     most = max(_row_epsilon(c, 2.) for c in SANITIZATION_CLAIMS)
     word = "No" if all(a > b for a, b in zip(least, printed)) else "Not proven"
-    return (f"- **{word}: ε = {min(printed):g} to {max(printed):g} of paper `sanitization`, Tables "
-            f"2 to 4**. All {len(printed)} values are reproduced, but they account a noisy sum "
-            "over a secret batch, and the method releases one noisy row per record and epoch. "
+    return (f"- **{word}: ε = {min(printed):g} to {max(printed):g} of paper `sanitization`, "
+            f"Tables 2 to 4**. All {len(printed)} values are reproduced, but they account a noisy "
+            "sum over a secret batch, and the method releases one noisy row per record and epoch. "
             f"The exact ε of these rows is at least {min(least):.0f} (outputs in [0, C]); the "
             f"certified values reach {most:.0f} (outputs in [-C, C]). For the weights below the "
             "layer no ε is certified.")

@@ -79,7 +79,7 @@ def _log_excess_fractional(sigma, q, orders):
 # %% ../../nbs/budgets/rdp.ipynb #50281457
 @lru_cache(maxsize=8)
 def _binomials(orders):
-    "k, alpha and ln binomial(alpha, k) for k = 2..alpha at each order, and where each order starts."
+    "k, alpha and ln binomial(alpha, k) for k = 2..alpha at each order, and each start."
     sizes = np.array(orders) - 1
     k, alpha = np.concatenate([np.arange(2, a + 1) for a in orders]), np.repeat(orders, sizes)
     logs = (special.gammaln(alpha + 1) - special.gammaln(k + 1) - special.gammaln(alpha - k + 1))

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 from scipy import special, stats
 
-from .certified import (_ROUNDING, SMALLEST_DELTA, Certified, composable, _instead,
-                                            _loss_width, _relation, _repeated)
+from .certified import (_ROUNDING, SMALLEST_DELTA, Certified, composable,
+                                            _instead, _loss_width, _relation, _repeated)
 from .events import MechanismEvent
 from .rdp import (ORDERS, _checked, merge_events, rdp_sampled_gaussian,
                                       rdp_to_epsilon)
@@ -120,12 +120,11 @@ def _composed_units(events, images, interval, pessimistic=True):
     "Privacy loss distribution of all events for a unit of k images, by dp-accounting."
     from dp_accounting.pld import privacy_loss_distribution as pld
     total, j = pld.identity(interval, pessimistic), np.arange(images + 1.0)
+    options = dict(pessimistic_estimate=pessimistic, value_discretization_interval=interval,
+                   use_connect_dots=pessimistic)
     for e in events:
-        one = pld.from_mixture_gaussian_mechanism(e.noise_multiplier, j,
-                                                  np.exp(_log_weights(images, e.sample_rate)),
-                                                  pessimistic_estimate=pessimistic,
-                                                  value_discretization_interval=interval,
-                                                  use_connect_dots=pessimistic)
+        weights = np.exp(_log_weights(images, e.sample_rate))
+        one = pld.from_mixture_gaussian_mechanism(e.noise_multiplier, j, weights, **options)
         total = total.compose(_repeated(one, e.steps))
     return total
 

@@ -24,7 +24,7 @@ def seconds(work, repeats=1):
 
 
 def import_time(module, absent):
-    "Seconds that a fresh process spends on one import (least of three), and which of `absent` came along."
+    "Seconds of one import in a fresh process (least of three), and which of `absent` it loads."
     code = (f"import sys, time; t = time.perf_counter(); import {module}; "
             f"print(time.perf_counter() - t, *[m for m in {absent!r} if m in sys.modules])")
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

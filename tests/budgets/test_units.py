@@ -1,4 +1,4 @@
-"Guarantees for a unit with several images: against enumeration, simulation, the exact Gaussian, and each other."
+"Guarantees for a unit with several images: enumeration, simulation, the exact Gaussian."
 import itertools
 import math
 import subprocess
@@ -13,7 +13,9 @@ from scipy import optimize, special
 
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import MechanismEvent
-from dp_companion.budgets.units import _UNIT_ORDERS, certify_group, clipped_per_unit, _group_privacy, keep_at_most, _nonprivate_unit_sizes, _rdp_unit
+from dp_companion.budgets.units import (_UNIT_ORDERS, certify_group, clipped_per_unit,
+                                        _group_privacy, keep_at_most, _nonprivate_unit_sizes,
+                                        _rdp_unit)
 
 SIGMA, RATE = st.floats(.4, 10), st.floats(1e-4, .9)
 
@@ -21,8 +23,6 @@ SIGMA, RATE = st.floats(.4, 10), st.floats(1e-4, .9)
 def event(sigma, q, steps, query="gradient"):
     return MechanismEvent(noise_multiplier=sigma, sample_rate=q, steps=steps, query=query)
 
-
-# ---- how many images
 
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(1, 5))
@@ -44,8 +44,6 @@ def test_units_may_be_names():
     assert _nonprivate_unit_sizes(["b", "a", "b"]).tolist() == [1, 2]
 
 
-# ---- one release
-
 def moment(sigma, q, k, power):
     "E_Q[(P/Q)^power] from every pattern of images in the batch, in 40 digits."
     with mpmath.workdps(40):
@@ -64,8 +62,8 @@ def moment(sigma, q, k, power):
 def test_rdp_is_the_larger_direction(sigma, q, k, order):
     removed, added = (float(mpmath.log(moment(sigma, q, k, power)))/(order - 1)
                       for power in (order, 1 - order))
-    np.testing.assert_allclose(_rdp_unit(sigma, q, images=k, orders=[order])[0], max(removed, added),
-                               rtol=1e-8)
+    np.testing.assert_allclose(_rdp_unit(sigma, q, images=k, orders=[order])[0],
+                               max(removed, added), rtol=1e-8)
 
 
 def test_full_participation_is_a_gaussian():
@@ -79,22 +77,21 @@ def test_rdp_rises_with_images_and_stays_below_the_crude_bound(sigma, q, k):
     orders = np.array([1.5, 2, 4, 16])
     one, more = (_rdp_unit(sigma, q, images=n, orders=orders) for n in (k, k + 1))
     assert (more >= one*(1 - 1e-9) - 1e-10).all()
-    all_at_once = _rdp_unit(sigma/k, clipped_per_unit([event(sigma, q, 1)], images=k)[0].sample_rate,
-                           images=1, orders=orders)
+    all_at_once = _rdp_unit(sigma/k,
+                            clipped_per_unit([event(sigma, q, 1)], images=k)[0].sample_rate,
+                            images=1, orders=orders)
     assert (one <= all_at_once*(1 + 1e-9) + 1e-10).all()
 
 
 @pytest.mark.parametrize("sigma", [1e-5, .01, .03, .1])
 def test_little_noise_meets_the_crude_bound(sigma):
-    "Above the full sum's value at the probability that all images are drawn, below the crude bound; no jump down where the one gives way to the other."
+    "Between its lower bound and the pessimistic bound, without a jump at the switch."
     rdp, orders = _rdp_unit(sigma, .1, images=6), _UNIT_ORDERS
     all_drawn = orders*36/(2*sigma**2) + orders/(orders - 1)*6*math.log(.1)
     assert (rdp >= all_drawn*(1 - 1e-9)).all()
     assert (rdp <= orders*36/(2*sigma**2)*(1 + 1e-9)).all()
     assert (np.diff(rdp) > 0).all()
 
-
-# ---- a run
 
 def exact_gaussian(mu, delta):
     def excess(e): return special.ndtr(mu/2 - e/mu) - math.exp(e)*special.ndtr(-mu/2 - e/mu) - delta
@@ -110,7 +107,7 @@ def test_full_participation_never_below_the_exact_value(sigma, steps, k):
 
 
 def simulated_delta(epsilon, draw, sigma, q, k, steps, n=400_000):
-    "delta(epsilon) of a run by simulation: batches are drawn image by image, losses are of the two densities."
+    "delta(epsilon) of a run by simulation of batches, image by image."
     sums = (draw.random((n, steps, k)) < q).sum(-1) + sigma*draw.normal(size=(n, steps))
     weights = [math.comb(k, j)*q**j*(1 - q)**(k - j) for j in range(k + 1)]
     loss = (np.log(sum(w*np.exp((2*j*sums - j*j)/(2*sigma**2)) for j, w in enumerate(weights)))
@@ -120,8 +117,8 @@ def simulated_delta(epsilon, draw, sigma, q, k, steps, n=400_000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sigma", "q", "k", "steps"),
-                         [(1.5, .1, 3, 8), (1., .05, 6, 4), (3., .3, 2, 10)])
+@pytest.mark.parametrize(("sigma", "q", "k", "steps"), [
+    (1.5, .1, 3, 8), (1., .05, 6, 4), (3., .3, 2, 10)])
 def test_a_run_against_simulation(sigma, q, k, steps):
     epsilon = certify_group([event(sigma, q, steps)], images=k, delta=.01,
                             accountants=("pld",))["pld"].epsilon
@@ -158,7 +155,7 @@ def test_clipping_per_unit_by_simulation():
 
 
 def gaussian_pair_delta(epsilon, points, weights, sigma):
-    "Hockey-stick divergence of a mixture at `points` from a Gaussian at 0, on the line, by a fine sum."
+    "Hockey-stick divergence of a mixture at `points` from a Gaussian at 0, by a fine sum."
     x = np.arange(-12, 14, 1e-3)[:, None]
     phi = lambda centre: np.exp(-(x - centre)**2/(2*sigma**2))/(sigma*math.sqrt(2*math.pi))
     return np.maximum((phi(np.array(points))*weights).sum(1) - math.exp(epsilon)*phi(0)[:, 0],
@@ -167,7 +164,7 @@ def gaussian_pair_delta(epsilon, points, weights, sigma):
 
 @pytest.mark.parametrize("combine", ["mean then clip", "sum then clip", "mean of clipped"])
 def test_sampled_and_clipped_per_unit_by_enumeration(combine):
-    "Units of one to four images, gradients of any size: what one release tells of a unit is at most the sampled Gaussian's delta."
+    "Units of one to four images with any gradients stay below the sampled Gaussian's delta."
     draw, q, sigma = np.random.default_rng(1), .3, 1.1
     worst = {epsilon: gaussian_pair_delta(epsilon, [0, 1], [1 - q, q], sigma)
              for epsilon in (.3, 1.)}
@@ -184,8 +181,6 @@ def test_sampled_and_clipped_per_unit_by_enumeration(combine):
                                        sigma) <= worst[epsilon] + 1e-9
 
 
-# ---- epsilon alone
-
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.floats(.01, 5), st.floats(1e-9, .5), st.integers(1, 8))
 def test_group_privacy_is_the_sum(epsilon, delta, k):
@@ -195,26 +190,26 @@ def test_group_privacy_is_the_sum(epsilon, delta, k):
                                rtol=1e-9)
 
 
-@pytest.mark.parametrize(("call", "sentence"),
-                         [(lambda: certify_group([], images=True, delta=.1),
-                           "images must be a whole number >= 1"),
-                          (lambda: certify_group([], images=2.0, delta=.1),
-                           "images must be a whole number >= 1"),
-                          (lambda: certify_group([], images=2, delta=0),
-                           "delta must be in (0, 1), got delta=0"),
-                          (lambda: certify_group([], images=2, delta=.1, accountants="pld"),
-                           "accountants must be a tuple of names"),
-                          (lambda: certify_group([], images=2, delta=.1, accountants=("moments",)),
-                           "accountants must be one of rdp, pld"),
-                          (lambda: _rdp_unit(1., .1, images=2, orders=[1.0]),
-                           "orders must be one row of finite numbers > 1"),
-                          (lambda: _rdp_unit(math.nan, .1, images=2),
-                           "noise_multiplier must be finite and > 0"),
-                          (lambda: clipped_per_unit([], images=0),
-                           "images must be a whole number >= 1, got images=0"),
-                          (lambda: keep_at_most([1], images=-1),
-                           "images must be a whole number >= 1"),
-                          (lambda: _group_privacy(1., 1., images=2), "delta must be in (0, 1)"),])
+@pytest.mark.parametrize(("call", "sentence"), [
+    (lambda: certify_group([], images=True, delta=.1),
+     "images must be a whole number >= 1"),
+    (lambda: certify_group([], images=2.0, delta=.1),
+     "images must be a whole number >= 1"),
+    (lambda: certify_group([], images=2, delta=0),
+     "delta must be in (0, 1), got delta=0"),
+    (lambda: certify_group([], images=2, delta=.1, accountants="pld"),
+     "accountants must be a tuple of names"),
+    (lambda: certify_group([], images=2, delta=.1, accountants=("moments",)),
+     "accountants must be one of rdp, pld"),
+    (lambda: _rdp_unit(1., .1, images=2, orders=[1.0]),
+     "orders must be one row of finite numbers > 1"),
+    (lambda: _rdp_unit(math.nan, .1, images=2),
+     "noise_multiplier must be finite and > 0"),
+    (lambda: clipped_per_unit([], images=0),
+     "images must be a whole number >= 1, got images=0"),
+    (lambda: keep_at_most([1], images=-1),
+     "images must be a whole number >= 1"),
+    (lambda: _group_privacy(1., 1., images=2), "delta must be in (0, 1)")])
 def test_errors_are_sentences(call, sentence):
     with pytest.raises(ValueError) as error:
         call()
