@@ -211,7 +211,7 @@ def _derived_initial(
                          f"got {math.sqrt(v):g}")
     S = math.fsum(steps/ratio for ratio, steps in variances)
     rho = epsilon_to_rho(target_epsilon, delta=delta)
-    A = 13/4*q**2*-math.log(q)*S*v # rho*omega, whatever the initial multiplier
+    A = 13/4*q**2*-math.log(q)*S*v # rho*omega, for any initial multiplier
     if L <= (A/rho - 1)**2*rho and A > rho:
         variance = 13*q**2*C**2*S/(2*rho)
     else:

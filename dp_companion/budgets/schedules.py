@@ -69,7 +69,7 @@ class Schedule:
 
     def factor(self,
         index:np.ndarray, # (count,) epochs or steps, from 0
-    )->np.ndarray: # (count,) what multiplies `initial`, in (0, 1]
+    )->np.ndarray: # (count,) multiplies `initial`; in (0, 1]
         "Factor of `initial` at each index."
         raise NotImplementedError(f"{type(self).__name__} must define factor(index)")
 

@@ -20,7 +20,7 @@ _NUMBERS = ("epsilon", "delta", "value") # numeric columns; only `value` is neve
 # %% ../../nbs/published.ipynb #60a6ec3f
 def load_text(
     paper:str|None=None, # One of `PAPERS`; all of them when None
-)->pd.DataFrame: # One row per printed number, every cell as it stands in the file
+)->pd.DataFrame: # One row per printed number, cells as in the file
     "Published numbers as text, with every printed digit."
     if paper is not None and paper not in PAPERS:
         raise ValueError(f"paper must be one of {', '.join(PAPERS)}, got paper={paper}")
@@ -67,7 +67,7 @@ def load(
 def printed_decimals(
     value:str, # A number as `load_text` gives it
 )->int: # Digits after the point
-    "How many decimals a paper printed: 88.0200 says more than 88.02."
+    "Number of printed decimals; 88.0200 has four."
     return len(value.partition(".")[2])
 
 # %% ../../nbs/published.ipynb #4ab091b1
