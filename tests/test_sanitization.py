@@ -29,10 +29,10 @@ from dp_companion.budgets.released_rows import (
     RowRelease,
     calibrate_rows,
     claimed_rows,
-    known_batches,
+    _known_batches as known_batches,
     row_epsilon,
-    row_events,
-    row_rdp,
+    row_events as row_events,
+    _row_rdp as row_rdp,
     sanitization_report,
 )
 from dp_companion.budgets.schedules import PoissonPlan
