@@ -8,7 +8,7 @@ __all__ = ['SMALLEST_RATE', 'FALSE_POSITIVE_RATES', 'TradeOff', 'trade_off', 'Ri
 # %% ../../nbs/budgets/risk.ipynb #1cf46db9
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -166,8 +166,9 @@ def _range(event, replaced, tail):
     "The smallest and the largest loss of one release, but for `tail` of all its steps."
     sigma, q = event.noise_multiplier, event.sample_rate
     low, high = (-special.ndtri(min(tail/event.steps/share, .5)) for share in (1, q))
-    ends = _loss(-low*sigma - replaced, sigma, q, replaced), _loss(1 + high*sigma, sigma, q, replaced)
-    return max(ends[0], -_LARGEST), min(ends[1], _LARGEST)
+    first = _loss(-low*sigma - replaced, sigma, q, replaced)
+    last = _loss(1 + high*sigma, sigma, q, replaced)
+    return max(first, -_LARGEST), min(last, _LARGEST)
 
 def _single(event, replaced, ends, spacing):
     "Losses of one release in both directions, on a grid."
@@ -179,7 +180,8 @@ def _deltas(losses, epsilons):
     "delta at each epsilon >= 0, in one direction."
     def from_above(weights): return np.append(np.cumsum(weights[::-1])[::-1], 0)
     above = np.searchsorted(losses.values, epsilons, side="right")
-    mass, lowered = from_above(losses.probs), from_above(losses.probs*np.exp(-np.maximum(losses.values, 0)))
+    mass = from_above(losses.probs)
+    lowered = from_above(losses.probs*np.exp(-np.maximum(losses.values, 0)))
     return losses.certain + mass[above] - np.exp(epsilons)*lowered[above]
 
 # %% ../../nbs/budgets/risk.ipynb #17add612
@@ -199,7 +201,7 @@ def _window(parts, tail):
 
 # %% ../../nbs/budgets/risk.ipynb #78581970
 def _summed(parts, window, size):
-    "Losses of a sum, by one Fourier transform of `size` points; what the window leaves out is certain."
+    "Losses of a sum, by one Fourier transform; what the window leaves out is certain."
     spacing, first, spectrum, known = parts[0][0].spacing, 0, 1, 0.0
     for losses, n in parts:
         spectrum = spectrum*fft.rfft(losses.probs, size)**n
@@ -253,19 +255,24 @@ def _composed_losses(events, replaced):
 
 # %% ../../nbs/budgets/risk.ipynb #01c1af4f
 _ROUNDING = 5e-16 # added to every delta, for each step
+_SIGMAS = 1e-3, 1e9 # beyond, nothing changes that could be seen
+
+def _within_reach(event):
+    "The event with a multiplier that arithmetic can square."
+    return replace(event, noise_multiplier=float(np.clip(event.noise_multiplier, *_SIGMAS)))
 
 def trade_off(
     events:Iterable[MechanismEvent], # What ran, or will run; none gives f(alpha) = 1 - alpha
     *,
-    neighbouring_relation:str="add_or_remove_one", # add_or_remove_one, replace_special or replace_one
+    neighbouring_relation:str="add_or_remove_one", # Any that PLD certifies: see `certify`
 )->TradeOff:
     "The trade-off curve of a run: no attack does better (DRS19, by privacy loss distributions)."
     replaced = _relation(neighbouring_relation, "pld") == "replace_one"
-    events = composable(_checked(events))
+    events = composable(tuple(map(_within_reach, _checked(events))))
     if not events: return TradeOff(np.zeros(1), np.zeros(1))
     both = _composed_losses(events, replaced)
     last = max(1, int(min(_LARGEST, max(l.values[-1] for l in both))/both[0].spacing))
-    at = np.r_[0, np.linspace(0, last, 2**13), np.geomspace(1, last, 2**13)] # even, and dense near 0
+    at = np.r_[np.linspace(0, last, 2**13), np.geomspace(1, last, 2**13)] # even; dense near 0
     epsilons = np.unique(at.round())*both[0].spacing
     deltas = np.maximum(*(_deltas(losses, epsilons) for losses in both))
     rounding = 2*_TAIL + _ROUNDING*sum(e.steps for e in events)
@@ -277,7 +284,7 @@ FALSE_POSITIVE_RATES = (1e-3, 1e-2, 1e-1) # at which a report gives the true-pos
 @dataclass(frozen=True, kw_only=True)
 class Risk:
     "How well any attack can do against a run: upper bounds for the attacker."
-    mu: float # Smallest mu of Gaussian DP, for error rates from `SMALLEST_RATE`; `inf` where there is none
+    mu: float # Smallest mu of Gaussian DP, for error rates from `SMALLEST_RATE`; may be `inf`
     gap: float # By how much mu overstates a true-positive rate at worst, in [0, 1]
     true_positive_rate: dict[float,float] # Upper bound at each of `FALSE_POSITIVE_RATES`
     advantage: float # Largest true-positive rate minus false-positive rate, in [0, 1]
@@ -289,12 +296,15 @@ class Risk:
 
     def __str__(self)->str: # A few lines
         "What it means for one record, in words."
-        rates = ", ".join(f"{tpr:.3g} at {fpr:g}" for fpr, tpr in self.true_positive_rate.items())
-        return (f"Any attack's true-positive rate is at most {rates} false-positive rate.\n"
-                f"Its advantage is at most {self.advantage:.3g}; with {self.base_rate:.0%} of its targets in the data, "
-                f"it is right about at most {1 - self.bayes_risk:.1%} of them.\n"
-                f"It names the right one of {self.candidates} equally likely records with probability {self.reconstruction:.3g} at most.\n"
-                f"Gaussian DP: mu = {self.mu:.4g}, which overstates a true-positive rate by {self.gap:.2g} at most.")
+        rates = [f"{tpr:.3g} at {fpr:g}" for fpr, tpr in self.true_positive_rate.items()]
+        right, relation = 1 - self.bayes_risk, self.neighbouring_relation.replace("_", " ")
+        return "\n".join((
+            f"Upper bounds for any attack; neighbours: {relation}.",
+            f"True-positive rate by false-positive rate: {', '.join(rates)}.",
+            f"Advantage: {self.advantage:.3g}.",
+            f"Right about {right:.1%} of targets, of which {self.base_rate:.0%} were in the data.",
+            f"One of {self.candidates} records named with probability {self.reconstruction:.3g}.",
+            f"Gaussian DP: mu = {self.mu:.4g}, with a gap of {self.gap:.2g}."))
 
 # %% ../../nbs/budgets/risk.ipynb #6dbe1efc
 def risk_of(
@@ -319,16 +329,18 @@ def _target(true_positive_rate, false_positive_rate, advantage, mu):
     "What to measure on a curve, its largest value, and the mu of a Gaussian that has it."
     given = sum(value is not None for value in (true_positive_rate, advantage, mu))
     if given != 1:
-        raise ValueError(f"exactly one of true_positive_rate, advantage and mu must be given, got {given}")
+        raise ValueError(f"one of true_positive_rate, advantage and mu must be given, got {given}")
     if mu is not None: return lambda curve: curve.mu_and_gap()[0], _real("mu", mu), mu
     if advantage is not None:
         _real("advantage", advantage, below=1)
         return lambda curve: curve.advantage, advantage, 2*special.ndtri((1 + advantage)/2)
     _real("false_positive_rate", false_positive_rate, below=1)
     if not false_positive_rate < true_positive_rate < 1:
-        raise ValueError(f"true_positive_rate must be in (false_positive_rate, 1), which is ({false_positive_rate:g}, 1), "
-                         f"got true_positive_rate={true_positive_rate}; guessing reaches the false-positive rate")
-    def gain(curve): return float(curve.true_positive_rate(false_positive_rate)) - false_positive_rate
+        raise ValueError(
+            f"true_positive_rate must be in ({false_positive_rate:g}, 1), "
+            f"got true_positive_rate={true_positive_rate}; guessing reaches false_positive_rate")
+    def gain(curve):
+        return float(curve.true_positive_rate(false_positive_rate)) - false_positive_rate
     alike = special.ndtri(true_positive_rate) - special.ndtri(false_positive_rate)
     return gain, true_positive_rate - false_positive_rate, alike
 
@@ -342,8 +354,8 @@ def calibrate_to_risk(
     schedule:Schedule, # Its shape; the initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate
     *,
-    true_positive_rate:float|None=None, # Largest allowed at `false_positive_rate`; in (false_positive_rate, 1)
-    false_positive_rate:float=0.01, # In (0, 1); 1/k for a reconstruction among k records
+    true_positive_rate:float|None=None, # Largest allowed, in (`false_positive_rate`, 1)
+    false_positive_rate:float=0.01, # Where, in (0, 1); 1/k for a reconstruction among k records
     advantage:float|None=None, # Or: largest allowed advantage, in (0, 1)
     mu:float|None=None, # Or: largest allowed mu; > 0
     neighbouring_relation:str="add_or_remove_one", # As for `trade_off`
@@ -351,6 +363,7 @@ def calibrate_to_risk(
     "Initial noise multiplier of a schedule that keeps every attack below a risk; never overshoots."
     measure, largest, alike = _target(true_positive_rate, false_positive_rate, advantage, mu)
     def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
-    def risk(sigma): return measure(trade_off(events_of(sigma), neighbouring_relation=neighbouring_relation))
+    def risk(sigma):
+        return measure(trade_off(events_of(sigma), neighbouring_relation=neighbouring_relation))
     start = smallest_scale(lambda sigma: _by_central_limit(events_of(sigma)), alike, rtol=0.01)
     return smallest_scale(risk, largest, rtol=5e-4, start=start, factor=1.15)
