@@ -8,7 +8,7 @@ __all__ = ['SMALLEST_RATE', 'FALSE_POSITIVE_RATES', 'TradeOff', 'trade_off', 'Ri
 # %% ../../nbs/budgets/risk.ipynb #1cf46db9
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
