@@ -9,7 +9,6 @@ __all__ = ['PAPER_PLAN', 'PAPER_RATE', 'PAPER_DROP_EVERY', 'PAPER_DELTA', 'OPACU
 # %% ../../nbs/budgets/claims.ipynb #cab5c7da
 import math
 from dataclasses import dataclass
-import pandas as pd
 from .certified import certify
 from .decayed import calibrate_claimed
 from .events import MechanismEvent, gaussian_events

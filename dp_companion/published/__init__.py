@@ -7,8 +7,9 @@ __all__ = ['PAPERS', 'COLUMNS', 'NUMBERS', 'ROWS_PER_TABLE', 'load_text', 'load'
 
 # %% ../../nbs/published.ipynb #4478ae1e
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-import pandas as pd
+if TYPE_CHECKING: import pandas as pd # read when a table is: budgets stay light
 
 # %% ../../nbs/published.ipynb #b89c86db
 PAPERS = ("global_adapt_v2", "sad", "adaptive_noise", "sanitization") # short names, in the order of the README
@@ -18,16 +19,17 @@ NUMBERS = ("epsilon", "delta", "value") # the columns that hold numbers; only `v
 # %% ../../nbs/published.ipynb #60a6ec3f
 def load_text(
     paper:str|None=None, # One of `PAPERS`; all of them when None
-)->pd.DataFrame: # One row per printed number, every cell as it stands in the file
+)->"pd.DataFrame": # One row per printed number, every cell as it stands in the file
     "The published numbers as text, so that every printed digit is kept."
     if paper is not None and paper not in PAPERS: raise ValueError(f"paper must be one of {', '.join(PAPERS)}, got paper={paper}")
+    import pandas as pd
     folder = files("dp_companion") / "published"
     names = PAPERS if paper is None else (paper,)
     return pd.concat([pd.read_csv(folder / f"{name}.csv", dtype=str, keep_default_na=False) for name in names], ignore_index=True)
 
 # %% ../../nbs/published.ipynb #00f7cc31
 def _check_columns(
-    text:pd.DataFrame, # As `load_text` gives it
+    text:"pd.DataFrame", # As `load_text` gives it
 )->None:
     "Raise unless the columns are `COLUMNS`, in any order."
     for name in text.columns:
@@ -37,7 +39,7 @@ def _check_columns(
 
 # %% ../../nbs/published.ipynb #7f9b8f07
 def _check_numbers(
-    text:pd.DataFrame, # As `load_text` gives it
+    text:"pd.DataFrame", # As `load_text` gives it
 )->None:
     "Raise unless the columns in `NUMBERS` hold plain numbers, or nothing where that is legal; nothing turns into a NaN unseen."
     for name in NUMBERS:
@@ -49,8 +51,9 @@ def _check_numbers(
 # %% ../../nbs/published.ipynb #18ccab22
 def load(
     paper:str|None=None, # One of `PAPERS`; all of them when None
-)->pd.DataFrame: # As `load_text`, with float `epsilon`, `delta` and `value`; NaN where the paper states no epsilon or delta
+)->"pd.DataFrame": # As `load_text`, with float `epsilon`, `delta` and `value`; NaN where the paper states no epsilon or delta
     "The published numbers."
+    import pandas as pd
     text = load_text(paper)
     _check_columns(text)
     _check_numbers(text)
@@ -80,7 +83,7 @@ ROWS_PER_TABLE = {
 
 # %% ../../nbs/published.ipynb #734822ad
 def _check_rows(
-    text:pd.DataFrame, # As `load_text` gives it
+    text:"pd.DataFrame", # As `load_text` gives it
 )->None:
     "Raise when two rows describe the same number, or a table has not the number of rows of `ROWS_PER_TABLE`."
     identity = [name for name in COLUMNS if name not in ("value", "unit")]
@@ -93,7 +96,7 @@ def _check_rows(
 
 # %% ../../nbs/published.ipynb #b4933b44
 def check_published(
-    text:pd.DataFrame|None=None, # All four papers, as `load_text` gives them; the packaged files when None
+    text:"pd.DataFrame|None"=None, # All four papers, as `load_text` gives them; the packaged files when None
 )->None:
     "Raise one sentence at the first unknown column, non-number, duplicate row or wrong count."
     text = (load_text() if text is None else text).reset_index(drop=True)
