@@ -296,14 +296,14 @@ def test_a_file_is_no_folder_of_runs(tmp_path, words):
                           ("["*200_000, "spec must be a readable JSON file, got "),
                           ("\ufeff" + json.dumps({"sigma": 1}),
                            "spec must hold only known names, got 'sigma'")])
-def test_a_spec_that_is_no_object_or_begins_with_a_mark(tmp_path, text, sentence):
+def test_a_spec_is_a_json_object_with_known_names(tmp_path, text, sentence):
     (tmp_path/"spec.json").write_text(text, encoding="utf-8")
     status, out, err = terminal("run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
     assert (status, out) == (2, "") and err.count("\n") == 1 and sentence in err
     assert not (tmp_path/"runs").exists()
 
 
-def test_a_run_whose_data_are_not_at_hand_leaves_no_folder(tmp_path, monkeypatch):
+def test_a_run_without_its_data_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("DP_COMPANION_DATA", str(tmp_path/"empty"))
     (tmp_path/"spec.json").write_text(json.dumps(SMALL | {"dataset": "mnist"}))
     status, out, err = terminal("run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))

@@ -12,10 +12,8 @@ import tokenize
 from pathlib import Path
 
 # %% ../../nbs/site/reference.ipynb #cb29bdc1
-def _line_comments(
-    source:str, # Source of a module
-)->dict[int, str]: # Line number to text
-    "The comment on each line of a module."
+def _line_comments(source):
+    "Line number to the comment on that line of a module."
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.start[0]: token.string.lstrip("# ").rstrip() for token in tokens
             if token.type == tokenize.COMMENT}
@@ -24,11 +22,8 @@ def _code(node): # An expression as text, empty if there is none
     return "" if node is None else ast.unparse(node)
 
 # %% ../../nbs/site/reference.ipynb #5b2e5139
-def _function_parameters(
-    node:ast.FunctionDef, # A function
-    comments:dict[int, str], # `_line_comments` of its module
-)->list[tuple[str, str, str, str]]: # (name, type, default, meaning)
-    "The parameters of a function, each with the comment that documents it."
+def _function_parameters(node, comments):
+    "(name, type, default, meaning) of each parameter of a function."
     a, closing = node.args, node.returns and node.returns.lineno
     positional = [*a.posonlyargs, *a.args]
     defaults = [None]*(len(positional)-len(a.defaults)) + [*a.defaults, *a.kw_defaults]
@@ -38,11 +33,8 @@ def _function_parameters(
     return [(arg.arg, _code(arg.annotation), _code(value), "" if arg.lineno == closing
              else comments.get(arg.lineno, "")) for arg, value in pairs]
 
-def _class_fields(
-    node:ast.ClassDef, # A class
-    comments:dict[int, str], # `_line_comments` of its module
-)->list[tuple[str, str, str, str]]: # (name, type, default, meaning)
-    "The annotated fields of a dataclass, each with the comment that documents it."
+def _class_fields(node, comments):
+    "(name, type, default, meaning) of each annotated field of a dataclass."
     fields = [line for line in node.body if isinstance(line, ast.AnnAssign)
               and _code(line.target)[0] != "_"]
     return [(_code(f.target), _code(f.annotation), _code(f.value), comments.get(f.end_lineno, ""))
@@ -92,10 +84,8 @@ def _function_parts(node, name, comments):
     return _signature(node, name), _function_parameters(node, comments), returned
 
 # %% ../../nbs/site/reference.ipynb #5a7fbff1
-def _module_members(
-    tree:ast.Module, # A module
-)->dict[str, ast.FunctionDef|ast.ClassDef]: # Name to definition, methods as `Class.method`
-    "The public functions, classes and methods of a module, in its order."
+def _module_members(tree):
+    "Name to definition of what is public in a module, in its order; methods as `Class.method`."
     shown = [ast.literal_eval(line.value) for line in tree.body if isinstance(line, ast.Assign)
              and _code(line.targets[0]) == "__all__"]
     members = {}
@@ -110,11 +100,8 @@ def _module_members(
                         if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
     return members
 
-def _module_page(
-    module:Path, # A module of the package
-    title:str, # Its name, such as `budgets.tcdp`
-)->tuple[str, list[str]]: # Markdown, and the names that it documents
-    "The reference page of one module."
+def _module_page(module, title):
+    "The reference page of one module, and the names that it documents."
     source = module.read_text(encoding="utf-8")
     tree, comments = ast.parse(source), _line_comments(source)
     entries = {name: _entry(node, name, comments) for name, node in _module_members(tree).items()}

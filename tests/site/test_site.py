@@ -19,7 +19,7 @@ import pytest
 
 from dp_companion.site.drafts import read_inputs
 from dp_companion.site.pages import SiteError
-from dp_companion.site.site import build_site, inputs_hash
+from dp_companion.site.site import _inputs_hash, build_site
 
 REPO = Path(__file__).resolve().parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])),
@@ -312,7 +312,7 @@ def test_a_page_says_what_its_notebook_says(built):
     assert "/home/me" not in json.dumps(downloaded)
 
 
-def test_an_executed_notebook_stands_in_unless_its_run_did_not_finish(clone, capfd):
+def test_an_executed_notebook_is_shown_if_its_run_finished(clone, capfd):
     finished, killed = {"end_time": "2026-11-20T10:00:00", "exception": None}, {"end_time": None}
     write_notebook(clone/"runs/index.ipynb", ["# Executed", "Done."], papermill=finished)
     write_notebook(clone/"runs/budgets/toy.ipynb", ["# Half done"], papermill=killed)
@@ -333,7 +333,7 @@ def test_nothing_changed_nothing_built(built, monkeypatch):
     assert build(clone) == built and (built/"index.html").stat().st_mtime_ns == before
 
 
-def test_what_a_page_shows_or_links_to_is_part_of_the_hash(clone):
+def test_the_hash_covers_what_pages_show_and_link(clone):
     inputs, hashes = read_inputs(clone/"nbs", clone), []
     changes = [lambda: None, lambda: write_notebook(clone/"nbs/index.ipynb", ["# Changed"]),
                lambda: (clone/"linked.txt").write_text("1"),
@@ -341,9 +341,9 @@ def test_what_a_page_shows_or_links_to_is_part_of_the_hash(clone):
                lambda: (clone/"nbs/styles.css").write_text("p {}")]
     for change in changes:
         change()
-        hashes.append(inputs_hash(inputs, "sphinx", ["linked.txt"]))
+        hashes.append(_inputs_hash(inputs, "sphinx", ["linked.txt"]))
     assert len(set(hashes)) == len(changes)
-    assert inputs_hash(inputs, "quarto", ["linked.txt"]) != hashes[-1]
+    assert _inputs_hash(inputs, "quarto", ["linked.txt"]) != hashes[-1]
 
 
 # --- What goes wrong --------------------------------------------------------------------------
@@ -403,12 +403,12 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
 
 
 def test_what_is_no_leftover_of_a_build_stays(tmp_path):
-    from dp_companion.site.site import clear_leftovers
+    from dp_companion.site.site import _clear_leftovers
     names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True,
              ".publicity-old-999999999": True, ".public-building-999999999": False,
              ".public-old-999999999": False}
     for name in names: (tmp_path/name).mkdir()
-    clear_leftovers(tmp_path/"public")
+    _clear_leftovers(tmp_path/"public")
     assert {name: (tmp_path/name).exists() for name in names} == names
 
 
