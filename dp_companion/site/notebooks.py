@@ -183,13 +183,17 @@ def refresh_pages(
     stale = [(path, scratch/name, page_parameters(path)) for name, path in pages.items()
              if keys.get(name) != execution_key(path, page_parameters(path))]
     for path, target, failure in _executed(stale, workers, committed=keys):
+        failure = failure or _put_back(path, target)
         if failure: failures.append(failure)
-        else:
-            path.write_text(_with_outputs(path, target), encoding="utf-8")
-            keys[str(path.relative_to(source))] = _read(target)["metadata"]["dp_companion_key"]
-            _write_keys(source, keys, pages)
+        else: keys[str(path.relative_to(source))] = _read(target)["metadata"]["dp_companion_key"]
+        _write_keys(source, keys, pages)
     _write_keys(source, keys, pages)
     _report(failures, len(stale))
+
+def _put_back(path, executed):
+    "Write the outputs of an execution into its source; a sentence if that has changed."
+    try: path.write_text(_with_outputs(path, executed), encoding="utf-8")
+    except ValueError: return f"{path} was changed while it was executed; run it again"
 
 def _write_keys(source, keys, pages):
     "Write the keys of the pages that there are."
