@@ -20,7 +20,7 @@ from dp_companion.papers.global_adapt_v2.grid import specs_of
 from dp_companion.papers.adaptive_noise.grid import adaptive_profile, adaptive_values
 from dp_companion.papers.sad.grid import SAD_METHODS, TABLE_II, sad_profile, sad_values
 from dp_companion.training.records import RunSpec, read_record, record_path
-from dp_companion.training.run import Run, epoch
+from dp_companion.training.run import Run
 from dp_companion.training.training import train
 
 SMALL = dict(epochs=2, expected_batch_size=128)
@@ -78,11 +78,11 @@ def test_a_private_threshold_is_counted_and_certified(tmp_path, digits):
 def test_a_bound_of_another_stage_stops_the_run(digits, monkeypatch):
     run = Run(spec_of(SAD), digits)
     monkeypatch.setattr(one_run, "rule_of_step", lambda rule, bounds, step: replace(rule, max_grad_norm=9.))
-    with pytest.raises(RuntimeError, match="applied sensitivity must equal"): epoch(run)
+    with pytest.raises(RuntimeError, match="applied sensitivity must equal"): run.train_epoch()
 
 
 def test_a_multiplier_of_another_step_stops_the_run(tmp_path, digits, monkeypatch):
-    monkeypatch.setattr(one_run, "multipliers_ahead", lambda run: iter(run.multipliers[len(run.ledger):].tolist()[::-1]))
+    monkeypatch.setattr(one_run, "multipliers_ahead", lambda training: iter(training.multipliers[training.batches.steps_taken:].tolist()[::-1]))
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal"): train(spec_of(SAD), tmp_path, digits)
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_the_filter_ends_holds_what_it_spent(tmp_path, by):
 
 
 def test_noise_that_was_not_granted_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(one_run, "multipliers_ahead", lambda run: (s*.9 for s in iter(run.following.next, None)))
+    monkeypatch.setattr(one_run, "multipliers_ahead", lambda training: (s*.9 for s in iter(training.following.next, None)))
     with pytest.raises(RuntimeError, match="applied noise multipliers must equal the .* granted ones"): train(spec_of(ADAPTIVE["gradient"]), tmp_path, load_dataset("digits"))
 
 
@@ -210,4 +210,4 @@ def test_the_grid_of_paper_adaptive_noise_is_certified(tmp_path):
 def test_a_run_does_not_go_on_with_data_of_another_size(digits):
     "As many steps an epoch may hide the change."
     fewer = replace(digits, train_images=digits.train_images[:-30], train_labels=digits.train_labels[:-30])
-    with pytest.raises(ValueError, match=f"the data must have the {len(digits.train_labels)} training records that the run began with, got {len(digits.train_labels)-30}"): Run(spec_of(SAD), fewer).load(Run(spec_of(SAD), digits).state())
+    with pytest.raises(ValueError, match=f"dataset_size must be the checkpoint's {len(digits.train_labels)}, got dataset_size={len(digits.train_labels)-30}"): Run(spec_of(SAD), fewer).load(Run(spec_of(SAD), digits).state())

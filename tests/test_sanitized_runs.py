@@ -15,7 +15,8 @@ from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitiz
 from dp_companion.training import sanitized, training
 from dp_companion.training.datasets import load_dataset
 from dp_companion.training.records import RunSpec, find_record, record_path, spec_from_dict
-from dp_companion.training.sanitized import SanitizedRun, build_layer, build_layered, layer_report, sanitized_epoch
+from dp_companion.training.run import epoch_steps, step
+from dp_companion.training.sanitized import SanitizedRun, build_layer, build_layered, layer_report
 from dp_companion.papers.sanitization.grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
 from dp_companion.training.training import train
 
@@ -46,10 +47,11 @@ def test_killed_run_ends_the_same(method, tmp_path, monkeypatch):
     assert find_record(spec, tmp_path/"whole") == whole
 
     class Killed(Exception): pass
+    save = training.save_checkpoint
     def save_and_die(run, path):
-        training.save_checkpoint(run, path)
+        save(run, path)
         raise Killed
-    monkeypatch.setattr(sanitized, "save_checkpoint", save_and_die)
+    monkeypatch.setattr(training, "save_checkpoint", save_and_die)
     for _ in range(2): pytest.raises(Killed, train, spec, tmp_path/"killed", DATA)
     monkeypatch.undo()
     train(spec, tmp_path/"killed", DATA)
@@ -59,7 +61,7 @@ def test_killed_run_ends_the_same(method, tmp_path, monkeypatch):
 def test_a_found_run_trains_nothing(tmp_path, monkeypatch):
     spec = SPECS["Frozen"]
     record = train(spec, tmp_path, DATA)
-    monkeypatch.setattr(sanitized, "sanitized_epoch", lambda run: pytest.fail("trained again"))
+    monkeypatch.setattr(SanitizedRun, "train_epoch", lambda run: pytest.fail("trained again"))
     assert train(spec, tmp_path, DATA) == record
 
 
@@ -94,9 +96,8 @@ def test_composition_of_below_by_hand():
 def test_gradients_of_below_are_as_accounted():
     run = SanitizedRun(below_spec(), DATA)
     counted = []
-    step = run.private.step
-    run.private.step = lambda *args, **kw: counted.append((kw["noise_multiplier"], len(args[1]))) or step(*args, **kw)
-    for _ in range(3): sanitized_epoch(run)
+    run.training.watchers.append(lambda: lambda report: counted.append((report.noise_multiplier, report.nonprivate_batch_size)))
+    for _ in range(3): run.train_epoch()
     assert len(counted) == run.plan.steps and {m for m, _ in counted} == {2.} and len({n for _, n in counted}) > 1 # Poisson sizes vary
     assert (run.counts == 3).all()
 
@@ -109,9 +110,9 @@ def test_a_row_that_escapes_is_noticed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changed", [dict(noise_multiplier=1.), dict(dropout=.5), dict(rows="symmetric")])
 def test_a_layer_that_was_changed_releases_nothing(changed, tmp_path, monkeypatch):
     run = SanitizedRun(SPECS["Frozen"], DATA)
-    sanitized_epoch(run)
+    run.train_epoch()
     for name, value in changed.items(): setattr(run.layer, name, value)
-    with pytest.raises(RuntimeError, match="the layer must release what was accounted"): sanitized_epoch(run)
+    with pytest.raises(RuntimeError, match="the layer must release what was accounted"): run.train_epoch()
     assert run.released == len(run.counts)
 
 
@@ -125,17 +126,26 @@ def test_a_row_that_is_released_twice_is_noticed_and_found_out(tmp_path, monkeyp
 
 
 def test_a_step_below_too_many_is_noticed(tmp_path, monkeypatch):
-    sampler = sanitized.PrivateBelow.batches
-    monkeypatch.setattr(sanitized.PrivateBelow, "batches", lambda *args: [*sampler(*args)] + [[0, 1]])
-    with pytest.raises(RuntimeError, match="applied noise multipliers must equal the 21 accounted ones, got 24 that differ"): train(below_spec(), tmp_path, DATA)
+    def and_one_more(training):
+        reports = epoch_steps(training)
+        if training.batches.steps_taken == 21: training.ledger.add_step(training.step.clip_rule, 2., training.plan.sample_rate)
+        return reports
+    monkeypatch.setattr(sanitized, "epoch_steps", and_one_more)
+    with pytest.raises(RuntimeError, match="applied noise multipliers must equal the 21 accounted ones"): train(below_spec(), tmp_path, DATA)
+
+
+def test_a_step_below_without_a_batch_is_refused():
+    run = SanitizedRun(below_spec(), DATA)
+    run.train_epoch()
+    with pytest.raises(ValueError, match="every optimizer.step must have a batch of its own"): step(run.training, [0, 1], 2.)
 
 
 def test_a_step_is_counted_before_it_is_released():
     run = SanitizedRun(below_spec(), DATA)
     def torn(*args, **kw): raise KeyboardInterrupt
-    run.private.step = torn
-    with pytest.raises(KeyboardInterrupt): sanitized_epoch(run)
-    assert run.private.ledger == [2.]
+    torn.clip_rule, run.training.step = run.training.step.clip_rule, torn
+    with pytest.raises(KeyboardInterrupt): run.train_epoch()
+    assert run.training.ledger.multipliers == [2.]
 
 
 @pytest.mark.parametrize("moves", [dict(clip_rule="global_adapt", strict_max_grad_norm=10., count_noise=.01), dict(clip_rule="global_adapt_v2", strict_max_grad_norm=3., bound_decay_rate=.5, drop_every=1),
@@ -146,7 +156,7 @@ def test_what_a_report_would_not_count_is_refused(moves, tmp_path):
 
 def test_a_checkpoint_of_an_earlier_version_is_one_sentence():
     run = SanitizedRun(below_spec(), DATA)
-    with pytest.raises(ValueError, match="checkpoint must hold released, got one of an earlier version; delete it"): run.load({k: v for k, v in run.state().items() if k != "released"})
+    with pytest.raises(ValueError, match="checkpoint must hold released, got one of an earlier version or of something else; delete it"): run.load({k: v for k, v in run.state().items() if k != "released"})
 
 
 def test_dropout_comes_where_the_run_says():
@@ -164,7 +174,7 @@ def test_frozen_weights_and_one_release():
             before = [p.clone() for p in run.model.below.parameters()]
             calls = []
             run.layer.register_forward_hook(lambda layer, inputs, rows: calls.append((layer.training, len(rows))))
-            for _ in range(2): sanitized_epoch(run)
+            for _ in range(2): run.train_epoch()
             assert all(torch.equal(a, b) for a, b in zip(before, run.model.below.parameters()))
             assert sum(n for is_training, n in calls if is_training) == (1437 if method == "One release" else 2*1437)
 
@@ -184,7 +194,7 @@ def test_stopping_claims_less_and_certifies_the_plan(tmp_path):
 
 def test_moving_bound_follows_the_weights():
     run = SanitizedRun(SPECS["Sanitization + Adaptive C"], DATA)
-    sanitized_epoch(run); sanitized_epoch(run)
+    run.train_epoch(); run.train_epoch()
     first, second = run.epochs
     assert first["clip"] == SIZE.clip and second["clip"] == pytest.approx(SIZE.bound_ratio*first["weight_norm"])
 
@@ -219,7 +229,7 @@ def test_networks_of_the_profiles_can_be_built():
 def test_a_head_follows_the_bound():
     run = SanitizedRun(replace(below_spec(), layer_bound_ratio=.05), DATA)
     before = run.model.head.by
-    sanitized_epoch(run)
+    run.train_epoch()
     assert run.layer.clip != .5 and run.model.head.by == math.hypot(run.layer.noise_std, run.layer.clip) != before
 
 

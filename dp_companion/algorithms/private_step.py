@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from .book_keeping import has_kernel, own_parameters, tapped_layers
 from .clipping import ClipRule, CountingRule
-from .engines import ENGINES, check_rows, part_of
+from .engines import Engine, check_rows, part_of
 from .noise import GaussianNoise, seeded_by_torch
 from ..budgets.schedules import _whole
 
@@ -80,8 +80,8 @@ def check_unchanged(name:str, layer:nn.Module):
 
 # %% ../../nbs/algorithms/private_step.ipynb #da423006
 def check_model(model:nn.Module):
-    "Refuse what no engine can clip, and what Opacus has already changed."
-    if hasattr(model, "autograd_grad_sample_hooks"): raise ValueError(f"the model must not carry the hooks of an earlier engine, got a {type(model).__name__} that does; build it anew")
+    "Refuse what cannot be clipped, and what Opacus has already changed."
+    if hasattr(model, "autograd_grad_sample_hooks"): raise ValueError(f"the model must not carry the hooks of Opacus, got a {type(model).__name__} that does; build it anew")
     for name, p in model.named_parameters():
         if p.requires_grad: check_parameter(name, p)
     for name, layer in model.named_modules():
@@ -160,14 +160,12 @@ def check_multiplier(sigma):
     "Refuse what no noise can be multiplied by."
     if not isinstance(sigma, Real) or not 0<=sigma<math.inf: raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma!r}")
 
-def check_settings(engine:str, clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, is_distributed:bool, optimizer):
+def check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, optimizer):
     "Refuse what no step can have."
     if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; dp_companion.algorithms.clipping.clip_rule makes one from its name")
     if noise_multiplier is not None: check_multiplier(noise_multiplier) # Else each call gives one
     _whole("expected_batch_size", expected_batch_size)
     if max_physical_batch_size is not None: _whole("max_physical_batch_size", max_physical_batch_size)
-    if engine not in ENGINES: raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got engine={engine!r}")
-    if is_distributed and engine!="book": raise ValueError(f"engine must be 'book' under DistributedDataParallel, got engine={engine!r}")
     if isinstance(optimizer, torch.optim.LBFGS): raise ValueError("optimizer must step on one gradient, got LBFGS, which asks for several; use SGD or Adam")
 
 # %% ../../nbs/algorithms/private_step.ipynb #5c0124ef
@@ -197,20 +195,19 @@ def check_groups(groups:Tensor|None, targets):
 class PrivateStep:
     "Differentially private steps for a model and an ordinary optimizer."
     def __init__(self,
-        model:nn.Module, # Left as it is by engine="book"; may be wrapped in DistributedDataParallel
+        model:nn.Module, # Left as it is; may be wrapped in DistributedDataParallel
         optimizer:torch.optim.Optimizer, # Any that steps on one gradient, which is not LBFGS
         *,
         clip_rule, # A ClipRule
         expected_batch_size:int, # b, public, of the logical batch
         noise_multiplier:float|None=None, # sigma where a call gives none
-        engine:str="book", # "book", "ghost" or "hooks"
         generator:torch.Generator|None=None, # Seed of the noise, for experiments; None: one that torch's own decides, now and not again
         secure_noise:bool=False, # Noise from the operating system's randomness, for release
         kernels:dict|None=None, # Layer name -> kernel, from an earlier run's `kernels`
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         self.is_distributed = isinstance(model, DistributedDataParallel)
-        check_settings(engine, clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, self.is_distributed, optimizer)
+        check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, optimizer)
         self.model = model.module if self.is_distributed else model
         check_parameters(self.model, optimizer)
         check_model(self.model)
@@ -219,7 +216,7 @@ class PrivateStep:
         if generator is None and not secure_noise: generator = seeded_by_torch() # A loop may seed torch's own again, which would draw the same noise twice
         self.noise, self.is_begun = GaussianNoise(generator=generator, secure=secure_noise), False
         self.is_stepping = False # Whether the optimizer's own step is this one's
-        self.engine = ENGINES[engine](self.model, optimizer, kernels)
+        self.engine = Engine(self.model, kernels)
     @property
     def counts_first(self)->bool: return getattr(self.clip_rule, "counts_first", False)
     @property

@@ -75,14 +75,13 @@ class CanaryStep:
         *,
         seed:int=0, # Of the noise, and of the canary's direction
         kind:str="random", # random or one_hot canary
-        engine:str="book", # Of the private step
         step_class=PrivateStep, # The step under audit; a changed one where a fault is planted
         sizes:tuple[int,...]=LAYERS, # Parameters per layer
     ):
         self.model, self.records, generator = Directions(sizes), canary_records(rule, kind, sizes=sizes, seed=seed), torch.Generator().manual_seed(seed)
         self.direction = nn.functional.normalize(self.records[0], dim=0)
         self.step = step_class(self.model, torch.optim.SGD(self.model.parameters(), lr=1e-3), clip_rule=rule,
-                               expected_batch_size=BYSTANDERS, engine=engine, generator=generator)
+                               expected_batch_size=BYSTANDERS, generator=generator)
 
     def __call__(self,
         is_in:bool, # Whether the canary is in the batch
@@ -121,7 +120,7 @@ def step_scores(
     *,
     noise_multiplier:float, # sigma of the step
     draws:int, # Steps per world
-    **options, # seed, kind, engine, step_class, sizes: as for `CanaryStep`
+    **options, # seed, kind, step_class, sizes: as for `CanaryStep`
 )->tuple[np.ndarray,np.ndarray]: # (draws,) without the canary, (draws,) with it
     "Scores of one step, drawn again and again from the same rule (NHTJ23)."
     canary_step = CanaryStep(rule, **options)
@@ -140,7 +139,7 @@ def audit_step(
     confidence:float=.95, # Of the bound, in (0, 1)
     seed:int=0, # Of the noise, and of the canary's direction
     method:str="gaussian_ranks", # gaussian_ranks, gaussian_errors, gaussian_rates, or rates, which assumes no curve
-    **options, # kind, engine, step_class, sizes: as for `CanaryStep`
+    **options, # kind, step_class, sizes: as for `CanaryStep`
 )->Finding:
     "Lower bound on the epsilon of one full-batch step, by calling it (NHTJ23)."
     _real("noise_multiplier", noise_multiplier)
@@ -228,7 +227,7 @@ def run_scores(
     *,
     draws:int, # Runs per world
     seed:int=0, # Of the batches and the noise
-    **options, # kind, engine, step_class, sizes: as for `CanaryStep`
+    **options, # kind, step_class, sizes: as for `CanaryStep`
 )->tuple[np.ndarray,np.ndarray]: # (draws,) without the canary, (draws,) with it
     "Log-likelihood ratios of whole runs of the real engine; counts that a rule releases are not read."
     canary_step, rng = CanaryStep(rule, seed=seed, **options), np.random.default_rng(seed)

@@ -127,13 +127,12 @@ class Probe:
         rule:ClipRule, # The rule; put back before every call
         *,
         seed:int=0, # Of the noise
-        engine:str="book", # Of the private step
         step_class=PrivateStep, # The step to check
         expected_batch_size:int=BATCH, # L
     ):
         self.rule, self.model, self.expected_batch_size = rule, Directions(SIZES).double(), expected_batch_size
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.)
-        self.step = step_class(self.model, self.optimizer, clip_rule=rule, expected_batch_size=expected_batch_size, engine=engine, generator=torch.Generator().manual_seed(seed))
+        self.step = step_class(self.model, self.optimizer, clip_rule=rule, expected_batch_size=expected_batch_size, generator=torch.Generator().manual_seed(seed))
         self.quiet = records_of([1.])[0] == 0
 
     def __call__(self,
@@ -153,7 +152,7 @@ class Probe:
 # %% ../../nbs/audits/invariants.ipynb #ac2f028a
 def noise_scale(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # By Kolmogorov and Smirnov
     "Noise has the scale that schedule and rule give."
     probe, p = Probe(rule, **options), []
@@ -165,7 +164,7 @@ def noise_scale(
 # %% ../../nbs/audits/invariants.ipynb #1255eeb5
 def noise_independence(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # By Student's test of all pairs
     "No noise is used twice."
     probe = Probe(rule, **options)
@@ -178,7 +177,7 @@ def noise_independence(
 # %% ../../nbs/audits/invariants.ipynb #b9badf91
 def empty_batch(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # By Kolmogorov and Smirnov
     "An empty batch is a step with noise."
     probe, weights = Probe(rule, **options), lambda: torch.cat([p.detach().flatten() for p in probe.model.parameters()])
@@ -190,7 +189,7 @@ def empty_batch(
 # %% ../../nbs/audits/invariants.ipynb #91083788
 def one_record(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of the largest difference over the reach
     "One record moves the sum by at most the sensitivity."
     probe, bystanders = Probe(rule, **options), records_of([.1*rule.max_grad_norm]*3)
@@ -202,7 +201,7 @@ def one_record(
 # %% ../../nbs/audits/invariants.ipynb #ab8d717b
 def public_divisor(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of the largest relative difference
     "The update is linear in the batch and in the public divisor."
     sums = {(L, copies): Probe(rule, expected_batch_size=L, **options)(records_of([.5*rule.max_grad_norm]*copies), 0.)/copies for L in (BATCH, 2*BATCH) for copies in (1, 2, 7)}
@@ -212,7 +211,7 @@ def public_divisor(
 # %% ../../nbs/audits/invariants.ipynb #93b21573
 def interrupted_step(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of a record's part in the next sum over the reach
     "A step that was broken off leaves nothing behind."
     probe, record = Probe(rule, **options), records_of([10*rule.max_grad_norm])
@@ -223,7 +222,7 @@ def interrupted_step(
 # %% ../../nbs/audits/invariants.ipynb #053693df
 def raw_norms(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # 1 where they differ
     "Bounds do not follow raw norms."
     def after(norm):
@@ -238,7 +237,7 @@ def relation_distance(
     *,
     noise_multiplier:float=1., # sigma
     delta:float=1e-5, # In (0, 1)
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->Check: # Of the exact epsilon over the certified one, the larger of two relations
     "What is certified for a relation covers its distance."
     probe, v = Probe(rule, **options), records_of([1e4*rule.max_grad_norm])
@@ -252,7 +251,7 @@ def relation_distance(
 # %% ../../nbs/audits/invariants.ipynb #d62a74d9
 def check_step(
     rule:ClipRule, # The rule
-    **options, # seed, engine, step_class: as for `Probe`
+    **options, # seed, step_class: as for `Probe`
 )->tuple[Check,...]:
     "What can be checked of a private step with a rule; of one that counts first, no sums. `relation_distance` and the attack stand apart."
     sums = () if rule.counts_first else (one_record, public_divisor, interrupted_step)
@@ -266,7 +265,7 @@ def attacked_step(
     events:tuple[MechanismEvent,...]=(), # What was accounted for one full-batch step; what the rule says where empty
     delta:float=1e-5, # In (0, 1)
     draws:int=400, # Steps per world
-    **options, # seed, engine, step_class: as for `audit_step`
+    **options, # seed, step_class: as for `audit_step`
 )->Check: # Of the epsilon that was found; bound: the certified one
     "No attack beats what is certified."
     events = events or rule.joint_events((MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=1, steps=1),))

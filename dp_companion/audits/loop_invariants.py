@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from ..algorithms.clipping import ClipRule, CountingRule
 from ..algorithms.privacy_engine import PrivacyEngine
 from ..algorithms.private_step import PrivateStep
-from .canaries import Directions, output_sum
+from .canaries import Directions
 from .invariants import EXACT, Check, by_chance, by_size, reach, released
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
 from ..training.records import RunSpec
 from ..training.planning import budget_report
-from ..training.run import Run, epoch
+from ..training.run import Run
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
 def poisson_batches(
@@ -91,20 +91,19 @@ class Loop:
         plan:PoissonPlan=PLAN, # n, b and epochs
         noise_schedule:Schedule=NOISE, # sigma by epoch
         seed:int=0, # Of the batches and the noise
-        engine:str="book", # Of the private step
     ):
         generator = lambda k: torch.Generator().manual_seed(2*seed + k)
         self.plan, model = plan, Directions((300, 100)).double()
         records = torch.zeros(plan.dataset_size, 400, dtype=torch.float64) if records is None else records
         data = DataLoader(TensorDataset(records, torch.zeros(len(records))), batch_size=plan.expected_batch_size, generator=generator(0))
         self.privacy, self.sgd = PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=1e-3)
-        self.model, self.optimizer, *self.criterion, self.loader = self.privacy.make_private(module=model, optimizer=self.sgd, data_loader=data, clip_rule=rule,
-            noise_schedule=noise_schedule, noise_generator=generator(1), engine=engine, criterion=output_sum, loss_reduction="sum")
+        self.model, self.optimizer, self.loader = self.privacy.make_private(module=model, optimizer=self.sgd, data_loader=data, clip_rule=rule,
+            noise_schedule=noise_schedule, noise_generator=generator(1), loss_reduction="sum")
 
     def backward(self, x, y):
         "The caller's forward and backward pass."
         self.optimizer.zero_grad()
-        (self.criterion[0](self.model(x), y) if self.criterion else self.model(x).sum()).backward()
+        self.model(x).sum().backward()
 
     def run(self, epochs:int=1)->list[Tensor]: # L times the released gradient of each step
         "Train, with every record in group 0."
@@ -117,7 +116,7 @@ class Loop:
 # %% ../../nbs/audits/loop_invariants.ipynb #53e4fbd6
 def interrupted_pass(
     rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, engine: as for `Loop`
+    **options, # seed: as for `Loop`
 )->Check: # Of a record's largest part in the sum over the reach
     "A pass that was broken off leaves nothing behind."
     records = 10*rule.max_grad_norm*torch.eye(3, 400, dtype=torch.float64)
@@ -131,13 +130,13 @@ def interrupted_pass(
 
 def check_loop(
     rule:ClipRule, # The rule
-    **options, # seed, engine: as for `Loop`
+    **options, # seed: as for `Loop`
 )->tuple[Check,...]:
     "All that can be checked of the training loop with a rule."
     loop = Loop(rule, **options)
     sums, events = loop.run(PLAN.epochs), loop.privacy.accountant.events
     passes = Loop(rule, **options).loader.batch_sampler
-    passes.optimizer.place = None # Without steps a seeded pass would be drawn again
+    passes.place = None # Without steps a seeded pass would be drawn again
     batches = [batch for _ in range(30) for batch in passes]
     return (all_queries(rule, events, PLAN.per_step(NOISE)[:len(sums)]), applied_noise(rule, sums, loop.reaches, events),
             poisson_batches(batches, PLAN), *(() if rule.counts_first else (interrupted_pass(rule, **options),)))
@@ -158,8 +157,8 @@ def check_run(
     "All that can be checked of a run of the trainer."
     labels = SeenLabels(data.train_labels)
     run = Run(spec, replace(data, train_labels=labels))
-    with released(run.optimizer) as seen, reaches(run.optimizer, run.step) as found:
-        for _ in range(spec.epochs): epoch(run)
+    with released(run.training.optimizer) as seen, reaches(run.training.optimizer, run.training.step) as found:
+        for _ in range(spec.epochs): run.train_epoch()
     events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
-    rule, sums = run.step.clip_rule, [spec.expected_batch_size*x for x in seen]
-    return all_queries(rule, events, run.ledger), poisson_batches(labels.batches, run.plan), applied_noise(rule, sums, found, events)
+    rule, sums = run.training.step.clip_rule, [spec.expected_batch_size*x for x in seen]
+    return all_queries(rule, events, run.training.multipliers.tolist()), poisson_batches(labels.batches, run.plan), applied_noise(rule, sums, found, events)

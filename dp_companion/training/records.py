@@ -94,7 +94,7 @@ class RunSpec(Layering, Following, Staging, Optimization):
     delta:float=1e-5 # Target delta
     epochs:int # Passes over the data, in expectation
     expected_batch_size:int # Poisson sampling's mean batch, also the public divisor
-    engine:str="book" # How per-sample gradients are weighed: "book", or Opacus's own "ghost" and "hooks"
+    engine:str="book" # How per-sample gradients are weighed: book-keeping
     seed:int # Of weights, sampling and noise, which get a stream each
 
     def __post_init__(self): check_spec(self)

@@ -4,48 +4,52 @@
 
 # %% auto #0
 __all__ = ['SMALL_STAGES', 'BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'build_layer', 'stopping_flag', 'row_weight',
-           'gradient_events', 'layer_report', 'plain_report', 'Learner', 'SanitizedRun', 'Bounded', 'PublicHead',
-           'PrivateBelow', 'released', 'rows_below', 'epoch_rows', 'sanitized_epoch', 'class_weights', 'close_epoch',
-           'train_sanitized', 'checked_layer']
+           'gradient_events', 'layer_report', 'plain_report', 'fused_optimizer', 'Learner', 'SanitizedRun', 'Bounded',
+           'PublicHead', 'train_below', 'kernels_below', 'released', 'rows_below', 'epoch_rows', 'class_weights',
+           'close_epoch', 'PlainRun', 'sanitization_run']
 
 # %% ../../nbs/training/sanitized.ipynb #033b9d26
 import math
-import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 import torch
 from fastcore.basics import patch
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
 from ..algorithms.clipping import CountingRule
-from ..algorithms.early_stopping import Flag, ReleasedStd, SlopeFlag, TrendFlag, follow_weights
-from ..algorithms.private_step import PrivateStep
-from ..algorithms.sanitization import SanitizationLayer, model_report, pooled_rows, random_below, sanitization_cnn, sanitization_resnet18
+from dp_companion.algorithms.early_stopping import (Flag, ReleasedStd, SlopeFlag, TrendFlag,
+    follow_weights)
+from ..algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
+    random_below, sanitization_cnn, sanitization_resnet18)
 from ..budgets.certified import BudgetReport, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
 from ..budgets.schedules import Constant, PoissonPlan
-from .datasets import DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, RGB_STD, Dataset, load_dataset
-from .losses import build_loss
+from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD,
+    RGB_MEAN, RGB_STD, Dataset)
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
-from .records import RunRecord, RunSpec, record_path
+from .records import RunSpec
 from .evaluation import evaluate, finite
-from .planning import cached, check_target, poisson_plan, rule_at
 from .steering import known_rule
-from .run import Run, check_ledger, check_same_size, epoch, finish, read_checkpoint, save_checkpoint, stream_seed
+from dp_companion.training.run import (PoissonTraining, Run, check_ledger, epoch_steps, stream,
+    stream_seed)
 
 # %% ../../nbs/training/sanitized.ipynb #76ec65ba
-def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(sanitization=sanitization, **shape)
+def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(
+    sanitization=sanitization, **shape)
 
-def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(memory_format=torch.channels_last) # a third less time a step
+def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(
+    memory_format=torch.channels_last) # a third less time a step
 
 SMALL_STAGES = 1 # ours, for small images: the first of four
-BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
-LAYERED = {"sanitization_cnn": _cnn, "half_sanitization_cnn": partial(_cnn, filters=HALF_FILTERS), "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
-           "sanitization_resnet18": _resnet18, "small_sanitization_resnet18": partial(_resnet18, stages=SMALL_STAGES), "pooled_rows": pooled_rows} # name in a run's description to the function that builds it around a layer
+BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s
+    for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
+# name in a run's description to the function that builds it around a layer
+LAYERED = {"sanitization_cnn": _cnn, "half_sanitization_cnn": partial(_cnn, filters=HALF_FILTERS),
+    "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
+    "sanitization_resnet18": _resnet18, "small_sanitization_resnet18": partial(_resnet18,
+    stages=SMALL_STAGES), "pooled_rows": pooled_rows}
 
 # %% ../../nbs/training/sanitized.ipynb #14a02cbc
 def build_layered(
@@ -53,16 +57,21 @@ def build_layered(
     data:Dataset, # Gives the shape of an image and the number of classes
     layer:SanitizationLayer, # Of the run
 )->nn.Sequential: # Parts below, sanitization, head; frozen below where the run says so
-    "The network of a run, its initial weights seeded and public; the global random state is left as it was."
-    if spec.model not in LAYERED: raise ValueError(f"model must be one of {', '.join(sorted(LAYERED))} for a run with a sanitization layer, got model={spec.model!r}")
+    "The network of a run, its initial weights seeded and public."
+    if spec.model not in LAYERED: raise ValueError("model must be one of "
+        f"{', '.join(sorted(LAYERED))} for a run with a sanitization layer, got "
+        f"model={spec.model!r}")
     _, channels, _, side = data.train_images.shape
     seed = stream_seed(spec.seed, "weights")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         black = dict(black=BLACK[spec.dataset]) if spec.model == "pooled_rows" else {}
-        model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side, channels=channels, classes=data.classes, **black)
+        model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side,
+            channels=channels, classes=data.classes, **black)
     if spec.layer_below != "trained": model.head = ScaledHead(model.head, layer)
-    if spec.layer_below != "trained": random_below(model, torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(spec.layer_below == "dp_sgd")
+    if spec.layer_below != "trained": random_below(model,
+        torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(
+        spec.layer_below == "dp_sgd")
     return model
 
 # %% ../../nbs/training/sanitized.ipynb #02f5df9d
@@ -88,7 +97,8 @@ class ScaledHead(nn.Module):
     def forward(self,
         rows:Tensor, # (batch, width) released
     )->Tensor: # (batch, classes)
-        return nn.functional.linear((rows - self.center)/self.by, self.linear.weight, self.linear.bias*self.bias_input)
+        return nn.functional.linear((rows - self.center)/self.by, self.linear.weight,
+            self.linear.bias*self.bias_input)
 
 # %% ../../nbs/training/sanitized.ipynb #88a109a8
 @patch
@@ -98,25 +108,29 @@ def start(self:ScaledHead,
     labels:Tensor, # (records,) public
 ):
     "The nearest class mean, as a linear function."
-    means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0) for k in range(self.linear.out_features)])
+    means = torch.stack([rows[labels == k].mean(0) if (labels == k).any() else rows.mean(0)
+        for k in range(self.linear.out_features)])
     self.center.copy_(means.mean(0))
     weight = (means - self.center)/self.by
-    self.linear.weight.copy_(weight); self.linear.bias.copy_(-weight.square().sum(1)/2/self.bias_input)
+    self.linear.weight.copy_(weight); self.linear.bias.copy_(
+        -weight.square().sum(1)/2/self.bias_input)
 
 # %% ../../nbs/training/sanitized.ipynb #68bdc12a
 def build_layer(
     spec:RunSpec, # With a sanitization layer
     generator:torch.Generator, # Of noise and dropout
-)->SanitizationLayer: # Dropout after the noise, as the paper's Algorithm 1 has it, or before, as its Section 6.1 has it
+)->SanitizationLayer: # Dropout after the noise (Algorithm 1) or before (Section 6.1)
     "The layer of a run."
-    return SanitizationLayer(spec.layer_width, spec.layer_clip, spec.layer_noise_multiplier, spec.layer_dropout or 0., spec.layer_dropout_position or "after", generator=generator)
+    return SanitizationLayer(spec.layer_width, spec.layer_clip, spec.layer_noise_multiplier,
+        spec.layer_dropout or 0., spec.layer_dropout_position or "after", generator=generator)
 
 def stopping_flag(
     spec:RunSpec, # The run
-)->Flag|None: # On slopes where C is fixed, on their differences where it follows the weights; None where the run has none
+)->Flag|None: # On slopes where C is fixed, else on their differences
     "The stopping flag of a run (paper sanitization, Algorithms 2 and 4)."
     if spec.stop_window is None: return None
-    if spec.layer_bound_ratio is None: return SlopeFlag(window=spec.stop_window, threshold=spec.stop_limit, epochs=spec.epochs)
+    if spec.layer_bound_ratio is None: return SlopeFlag(window=spec.stop_window,
+        threshold=spec.stop_limit, epochs=spec.epochs)
     return TrendFlag(window=spec.stop_window, tolerance=spec.stop_limit, epochs=spec.epochs)
 
 def row_weight(
@@ -131,10 +145,14 @@ def gradient_events(
     spec:RunSpec, # Of paper `sanitization`
     plan:PoissonPlan, # As planned
 )->tuple[MechanismEvent,...]: # Empty without DP-SGD
-    "Gradient releases of a run that has DP-SGD: Poisson batches of its own, constant noise, and a rule that asks nothing besides."
+    "The gradient releases of a run with DP-SGD: constant noise, and no other query."
     if spec.clip_rule == "none": return ()
-    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None, "bound_decay_rate": spec.bound_decay_rate is not None, "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
-    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(f"{name} must be left as it is in a run of paper sanitization, whose budget counts constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
+    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None,
+        "bound_decay_rate": spec.bound_decay_rate is not None,
+        "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
+    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(
+        f"{name} must be left as it is in a run of paper sanitization, whose budget counts "
+        f"constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
     return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
 
 # %% ../../nbs/training/sanitized.ipynb #b54301ce
@@ -149,8 +167,10 @@ def layer_report(
     ran = replace(plan, epochs=epochs or plan.epochs)
     release = dict(releases=spec.layer_releases or plan.epochs, delta=spec.delta)
     events = gradient_events(spec, plan)
-    if spec.layer_releases: ran = replace(plan, epochs=spec.layer_releases) # later epochs release nothing
-    return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own") if events else {}))
+    # later epochs release nothing
+    if spec.layer_releases: ran = replace(plan, epochs=spec.layer_releases)
+    return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own")
+        if events else {}))
 
 def plain_report(
     spec:RunSpec, # Without a layer: DP-SGD, or no privacy
@@ -159,12 +179,23 @@ def plain_report(
 )->BudgetReport: # Nothing certified without privacy
     "The budget of the network without the layer, under the same neighbouring relation."
     events = gradient_events(spec, plan)
-    unit = dict(delta=spec.delta, neighbouring_relation="replace_one", privacy_unit="features of one record")
+    unit = dict(delta=spec.delta, neighbouring_relation="replace_one", privacy_unit=
+        "features of one record")
     if not events: return BudgetReport(certified={}, **unit)
     claim = RowsClaim(rdp_to_epsilon(rdp_of_events(events), delta=spec.delta).epsilon, ())
-    return BudgetReport(certified=certify(events, delta=spec.delta, accountants=("pld",), neighbouring_relation="replace_one"), claimed=claim, events=events, **unit)
+    return BudgetReport(certified=certify(events, delta=spec.delta, accountants=("pld",),
+        neighbouring_relation="replace_one"), claimed=claim, events=events, **unit)
 
 # %% ../../nbs/training/sanitized.ipynb #b59ea161
+def fused_optimizer(
+    spec:RunSpec, # Which optimizer, and its rate
+    parameters, # That learn
+)->torch.optim.Optimizer:
+    "The optimizer of a run with a layer, fused where torch can."
+    fused = dict(fused=True) if spec.optimizer != "rmsprop" else {}
+    return OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate,
+        weight_decay=spec.weight_decay, **fused)
+
 class Learner:
     "An ordinary optimizer and its learning-rate schedule."
     def __init__(self,
@@ -172,9 +203,9 @@ class Learner:
         parameters, # That learn
         steps:int, # Of the whole run
     ):
-        fused = dict(fused=True) if spec.optimizer != "rmsprop" else {}
-        self.optimizer = OPTIMIZERS[spec.optimizer](list(parameters), lr=spec.learning_rate, weight_decay=spec.weight_decay, **fused)
-        self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer, learning_rate=spec.learning_rate, steps=steps)
+        self.optimizer = fused_optimizer(spec, parameters)
+        self.lr = build_lr_scheduler(spec.lr_scheduler, self.optimizer,
+            learning_rate=spec.learning_rate, steps=steps)
 
     def state_dict(self)->dict: # Of both
         "As torch's own."
@@ -187,62 +218,64 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
 
 # %% ../../nbs/training/sanitized.ipynb #adab3050
-class SanitizedRun:
+class SanitizedRun(Run):
     "The state of one run with a sanitization layer between two epochs."
-    def __init__(self,
-        spec:RunSpec, # With a sanitization layer
-        data:Dataset, # Its data
-    ):
-        self.spec, self.data, self.plan, self.loss = spec, data, poisson_plan(spec, data), build_loss(spec.loss)
-        self.sampling, self.noise, self.secret = (torch.Generator().manual_seed(stream_seed(spec.seed, purpose)) for purpose in ("sampling", "noise", "secret"))
+    def build(self):
+        "The network, the layer, and what learns below and above it."
+        spec, self.device = self.spec, "cpu"
+        self.sampling, self.noise = stream(spec, "sampling"), stream(spec, "noise")
         self.layer = build_layer(spec, self.noise)
-        self.model = build_layered(spec, data, self.layer)
-        self.watch, self.flag = ReleasedStd(self.layer), stopping_flag(spec)
-        self.weights = class_weights(self)
-        self.counts, self.released, self.raw, self.seen = torch.zeros(self.plan.dataset_size, dtype=torch.long), 0, None, None
+        self.model = build_layered(spec, self.data, self.layer)
+        self.watch, self.flag, self.weights = ReleasedStd(self.layer), stopping_flag(
+            spec), class_weights(self)
+        self.counts = torch.zeros(self.plan.dataset_size, dtype=torch.long)
+        self.released, self.raw, self.seen = 0, None, None
         self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
-        learns = self.model.parameters() if spec.layer_below == "trained" else self.model.head.parameters()
-        self.learner = Learner(spec, learns, -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
-        self.private = PrivateBelow(self) if spec.layer_below == "dp_sgd" else None
-        self.epochs, self.nonprivate_nonfinite_samples, self.device = [], 0, "cpu"
+        learns = (self.model if spec.layer_below == "trained" else self.model.head).parameters()
+        self.learner = Learner(spec, learns,
+            -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
+        self.training = train_below(self) if spec.layer_below == "dp_sgd" else None
 
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up
         "Whether the run ends here."
-        return len(self.epochs) == self.spec.epochs or (self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"])
+        is_up = self.flag is not None and bool(self.epochs) and self.epochs[-1]["flag"]
+        return len(self.epochs) == self.spec.epochs or is_up
+    @property
+    def nonprivate_nonfinite_samples(self)->int: # For the page only
+        return self.training.nonprivate_nonfinite_samples if self.training else 0
 
-# %% ../../nbs/training/sanitized.ipynb #a00a9a94
+# %% ../../nbs/training/sanitized.ipynb #3522c23a
 @patch
 def count(self:SanitizedRun,
     layer:SanitizationLayer, # The run's
     inputs:tuple, # (rows,), about to be released
 ):
-    "Every row that gets noise is counted by the layer itself, whoever asks for it, and gets the noise that was accounted."
+    "The layer itself counts every row that gets noise, and checks that noise."
     if not layer.training: return
-    if layer.release(1) != self.planned: raise RuntimeError(f"the layer must release what was accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
+    if layer.release(1) != self.planned: raise RuntimeError("the layer must release what was "
+        f"accounted, {self.planned}, got {layer.release(1)}; this run certifies nothing")
     self.released += len(inputs[0])
 
-# %% ../../nbs/training/sanitized.ipynb #3522c23a
 @patch
-def state(self:SanitizedRun)->dict: # Of tensors and plain values
-    "All that changes between epochs."
-    parts = {name: getattr(self, name).get_state() for name in ("sampling", "noise", "secret")}
-    return parts | {"model": self.model.state_dict(), "learner": self.learner.state_dict(), "private": self.private and self.private.state_dict(), "epochs": self.epochs,
-                    "stds": self.watch.epochs, "counts": self.counts, "released": self.released, "seen": self.seen, "nonfinite": self.nonprivate_nonfinite_samples}
+def parts(self:SanitizedRun)->dict: # Of tensors and plain values
+    "What changes between epochs, besides the network."
+    return {"sampling": self.sampling.get_state(), "noise": self.noise.get_state(),
+        "learner": self.learner.state_dict(),
+        "training": self.training and self.training.state_dict(), "stds": self.watch.epochs,
+        "counts": self.counts, "released": self.released, "seen": self.seen}
 
 @patch
-def load(self:SanitizedRun,
-    state:dict, # From `state`
+def load_parts(self:SanitizedRun,
+    state:dict, # From `parts`
 ):
     "Take up a saved state."
-    check_same_size(len(state["counts"]), self.plan.dataset_size)
-    if lacking := self.state().keys() - state.keys(): raise ValueError(f"checkpoint must hold {', '.join(sorted(lacking))}, got one of an earlier version; delete it, and the run starts anew")
-    for name in ("sampling", "noise", "secret"): getattr(self, name).set_state(state[name])
-    self.model.load_state_dict(state["model"]); self.learner.load_state_dict(state["learner"])
-    if self.private: self.private.load_state_dict(state["private"])
-    self.epochs, self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("epochs", "stds", "counts", "released", "seen"))
-    self.nonprivate_nonfinite_samples = state["nonfinite"]
+    for name in ("sampling", "noise"): getattr(self, name).set_state(state[name])
+    self.learner.load_state_dict(state["learner"])
+    if self.training: self.training.load_state_dict(state["training"])
+    self.watch.epochs, self.counts, self.released, self.seen = (state[k] for k in ("stds", "counts",
+        "released", "seen"))
 
 # %% ../../nbs/training/sanitized.ipynb #0d914bf2
 class Bounded(nn.Module):
@@ -252,64 +285,33 @@ class Bounded(nn.Module):
 
 class PublicHead(nn.Module):
     "A head's current weights as constants."
-    def __init__(self, head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head, {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
+    def __init__(self,
+        head): super().__init__(); self.current = lambda rows: torch.func.functional_call(head,
+        {name: p.detach() for name, p in (*head.named_parameters(), *head.named_buffers())}, rows)
     def forward(self, rows): return self.current(rows)
 
-# %% ../../nbs/training/sanitized.ipynb #e6e764bd
-class PrivateBelow:
+# %% ../../nbs/training/sanitized.ipynb #4975ece0
+def train_below(
+    run:SanitizedRun, # Whose layers below learn
+)->PoissonTraining: # As any other private run, on secret batches of its own
     "DP-SGD on the layers below the noise."
-    def __init__(self,
-        run:SanitizedRun, # Whose layers below learn
-    ):
-        spec, model = run.spec, run.model
-        network = nn.Sequential()
-        for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head", PublicHead(model.head))): network.add_module(name, part)
-        self.learner, self.ledger = Learner(spec, model.below.parameters(), run.plan.steps), []
-        self.step = PrivateStep(network, self.learner.optimizer, clip_rule=rule_at(spec, 0, run.data.classes), expected_batch_size=spec.expected_batch_size, engine=spec.engine,
-                                generator=run.noise, kernels=self.kernels(network, spec))
+    spec, model, network = run.spec, run.model, nn.Sequential()
+    for name, part in (("below", model.below), ("bounded", Bounded(run.layer)), ("head",
+        PublicHead(model.head))): network.add_module(name, part)
+    optimizer = fused_optimizer(spec, model.below.parameters())
+    return PoissonTraining(spec, run.data, run.plan, model=network, optimizer=optimizer,
+        loss=run.loss, sampling=stream(spec, "secret"), noise=run.noise,
+        kernels=kernels_below(network, spec))
 
-# %% ../../nbs/training/sanitized.ipynb #1aca2838
-@patch
-def state_dict(self:PrivateBelow)->dict: # Of learner and ledger
-    "What changes with every step."
-    return {"learner": self.learner.state_dict(), "ledger": self.ledger}
-
-@patch
-def load_state_dict(self:PrivateBelow,
-    state:dict, # From `state_dict`
-):
-    "Take up a saved state."
-    self.learner.load_state_dict(state["learner"])
-    self.ledger = state["ledger"]
-
-# %% ../../nbs/training/sanitized.ipynb #cb3161c7
-@patch
-def kernels(self:PrivateBelow,
+def kernels_below(
     network:nn.Sequential, # What DP-SGD steps on
     spec:RunSpec, # The run
-)->dict|None: # Layer name to kernel; None for Opacus's engines
-    "Pinned, so that a run repeats to the bit: the fast one for small images, and the one for many channels."
-    if spec.engine != "book": return None
-    return {name: "matrices" if "resnet" in spec.model else "grouped" for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
-
-@patch
-def batches(self:PrivateBelow,
-    run:SanitizedRun, # Its plan and its secret generator
-    e:int, # Epoch, from 0
-): # An iterable of lists of indices, as many as the epoch has steps
-    "The secret batches of one epoch."
-    return UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.secret, steps=int(run.plan.steps_per_epoch[e]))
-
-@patch
-def __call__(self:PrivateBelow,
-    run:SanitizedRun, # The same
-    indices:list, # Of one secret batch; may be empty
-):
-    "One step, counted before it is released."
-    self.ledger.append(run.spec.noise_multiplier)
-    report = self.step(run.loss, run.data.train_images[indices], run.data.train_labels[indices], noise_multiplier=self.ledger[-1])
-    self.learner.lr.step()
-    run.nonprivate_nonfinite_samples += report.nonprivate_not_finite
+)->dict: # Layer name to kernel
+    "Pinned, so that a run repeats to the bit."
+    if spec.engine != "book": raise ValueError("engine must be 'book', got "
+        f"engine={spec.engine!r}: runs have one way to clip")
+    kernel = "matrices" if "resnet" in spec.model else "grouped"
+    return {name: kernel for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
 # %% ../../nbs/training/sanitized.ipynb #9dd23146
 def released(
@@ -325,7 +327,8 @@ def rows_below(
     run:SanitizedRun, # As its weights are now
 )->Tensor: # (records, width), raw: for this process alone
     "Raw rows of all records, by the current weights below."
-    with torch.no_grad(): return torch.cat([run.model.below(images) for images in run.data.train_images.split(1000)])
+    with torch.no_grad(): return torch.cat(
+        [run.model.below(images) for images in run.data.train_images.split(1000)])
 
 def epoch_rows(
     run:SanitizedRun, # A certified one
@@ -333,40 +336,46 @@ def epoch_rows(
     "The released rows of one epoch of a certified run."
     labels, everyone = run.data.train_labels, slice(None)
     if run.spec.layer_releases:
-        if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone), labels)
+        if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone),
+            labels)
         run.seen = rows if run.seen is None else run.seen
         return run.seen
-    if run.raw is None or run.private: run.raw = rows_below(run) # stays in this process
+    if run.raw is None or run.training: run.raw = rows_below(run) # stays in this process
     rows = released(run, run.raw, everyone)
-    run.seen = rows if run.seen is None or run.private else run.seen + rows # features that do not change are averaged
-    run.model.head.start(run.seen/(1 if run.private else len(run.epochs) + 1), labels)
+    # features that do not change are averaged
+    run.seen = rows if run.seen is None or run.training else run.seen + rows
+    run.model.head.start(run.seen/(1 if run.training else len(run.epochs) + 1), labels)
     return rows
 
 # %% ../../nbs/training/sanitized.ipynb #bc87e9f3
-def sanitized_epoch(
-    run:SanitizedRun, # Its next epoch is trained
-):
-    "One epoch, its metrics appended."
-    e, labels, losses = len(run.epochs), run.data.train_labels, []
-    run.model.train()
-    for poisson in (run.private.batches(run, e) if run.private else ()): run.private(run, poisson)
-    is_printed = run.spec.layer_below == "trained"
-    rows = None if is_printed else epoch_rows(run)
-    for indices in torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.spec.expected_batch_size):
-        seen = released(run, run.model.below(run.data.train_images[indices]), indices) if is_printed else rows[indices]
-        loss = (run.loss(run.model.head(seen), labels[indices], reduction="none")*run.weights[labels[indices]]).mean()
-        run.learner.optimizer.zero_grad()
+@patch
+def train_epoch(self:SanitizedRun):
+    "Train one epoch, and append its metrics."
+    labels, losses, learner = self.data.train_labels, [], self.learner
+    is_printed = self.spec.layer_below == "trained"
+    self.model.train()
+    if self.training: epoch_steps(self.training)
+    rows = None if is_printed else epoch_rows(self)
+    for indices in torch.randperm(self.plan.dataset_size, generator=self.sampling).split(
+        self.spec.expected_batch_size):
+        seen = released(self, self.model.below(self.data.train_images[indices]),
+            indices) if is_printed else rows[indices]
+        found = self.loss(self.model.head(seen), labels[indices], reduction="none")
+        loss = (found*self.weights[labels[indices]]).mean()
+        learner.optimizer.zero_grad()
         loss.backward()
-        run.learner.optimizer.step(); run.learner.lr.step()
+        learner.optimizer.step(); learner.lr.step()
         losses.append(loss.detach()*len(indices))
-    close_epoch(run, {"nonprivate_train_loss": finite(torch.stack(losses).sum().item()/run.plan.dataset_size)})
+    mean = torch.stack(losses).sum().item()/self.plan.dataset_size
+    close_epoch(self, {"nonprivate_train_loss": finite(mean)})
 
 def class_weights(
     run:SanitizedRun, # With its labels, which are public
 )->Tensor: # (classes,)
     "One as printed; else such that the public classes count alike."
     counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
-    return torch.ones(run.data.classes) if run.spec.layer_below == "trained" else counts.sum()/counts/run.data.classes
+    if run.spec.layer_below == "trained": return torch.ones(run.data.classes)
+    return counts.sum()/counts/run.data.classes
 
 # %% ../../nbs/training/sanitized.ipynb #e59f8aa5
 def close_epoch(
@@ -375,44 +384,47 @@ def close_epoch(
 ):
     "What is seen on released values, the next bound, and what the test images say."
     weight, spread = row_weight(run.model), run.watch.close_epoch()
-    if math.isnan(spread): run.watch.epochs[-1] = run.watch.epochs[0] # one release: its rows are the only ones
+    # one release: its rows are the only ones
+    if math.isnan(spread): run.watch.epochs[-1] = run.watch.epochs[0]
     is_up = run.flag is not None and bool(run.flag.flags(run.watch.epochs)[-1])
-    metrics |= {"epoch": len(run.epochs), "clip": run.layer.clip, "released_std": run.watch.epochs[-1], "weight_norm": finite(weight.detach().double().norm().item()) if weight is not None else None, "flag": is_up}
-    if run.spec.layer_bound_ratio is not None: follow_weights(run.layer, weight, bound_ratio=run.spec.layer_bound_ratio)
+    norm = None if weight is None else finite(weight.detach().double().norm().item())
+    metrics |= {"epoch": len(run.epochs), "clip": run.layer.clip, "flag": is_up,
+        "released_std": run.watch.epochs[-1], "weight_norm": norm}
+    ratio = run.spec.layer_bound_ratio
+    if ratio is not None: follow_weights(run.layer, weight, bound_ratio=ratio)
     run.epochs.append(metrics | evaluate(run.model, run.data, run.loss))
 
-# %% ../../nbs/training/sanitized.ipynb #4a9d9c25
-def train_sanitized(
-    spec:RunSpec, # Of paper `sanitization`, without a record yet
-    runs:Path=Path("runs"), # Folder of runs
-    data:Dataset|None=None, # Its data; loaded where None
-)->RunRecord: # Resumed at its last epoch, or trained from the start
-    "The record of a run of paper `sanitization`; `training.train` comes here."
-    started, data = time.time(), data or load_dataset(spec.dataset)
-    has_layer = spec.layer_below is not None
-    run, one_epoch = (SanitizedRun(spec, data), sanitized_epoch) if has_layer else (Run(spec, data), epoch)
-    report = layer_report(spec, run.plan, run.model) if has_layer else plain_report(spec, run.plan, cached(certify, runs))
-    check_target(spec, report)
-    checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
-    if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
-    while not (run.is_over if has_layer else len(run.epochs) == spec.epochs):
-        one_epoch(run)
-        save_checkpoint(run, checkpoint)
-    if not has_layer: check_ledger(run)
-    else: report = checked_layer(run, report)
-    return finish(run, report, runs, started)
-
 # %% ../../nbs/training/sanitized.ipynb #d753e507
-def checked_layer(
-    run:SanitizedRun, # That is over
+@patch
+def report(self:SanitizedRun, certify=certify)->BudgetReport: # Of all its epochs
+    "Claimed and certified, as planned."
+    return layer_report(self.spec, self.plan, self.model)
+
+@patch
+def checked(self:SanitizedRun,
     planned:BudgetReport, # Of all its epochs
 )->BudgetReport: # Its claim for the epochs that ran
-    "The budget of a run that is over; rows and gradients must have been released as they were counted."
-    expected = run.spec.layer_releases or len(run.epochs)
-    if not (run.counts == expected).all() or run.released != expected*len(run.counts):
-        raise RuntimeError(f"released rows must be {expected} of every record, got {int(run.counts.min())} to {int(run.counts.max())}, {run.released} in all; this run certifies nothing")
-    accounted = [e.noise_multiplier for e in gradient_events(run.spec, run.plan) for _ in range(e.steps)][:int(run.plan.steps_per_epoch[:len(run.epochs)].sum())]
-    if run.private and run.private.ledger != accounted:
-        raise RuntimeError(f"applied noise multipliers must equal the {len(accounted)} accounted ones, got {len(run.private.ledger)} that differ; this run certifies nothing")
-    if len(run.epochs) == run.spec.epochs: return planned
-    return replace(planned, claimed=(claim := layer_report(run.spec, run.plan, run.model, epochs=len(run.epochs)).claimed), preconditions=claim.preconditions)
+    "The budget of a run that is over; all must have been released as it was counted."
+    epochs, count = len(self.epochs), len(self.counts)
+    expected = self.spec.layer_releases or epochs
+    if not (self.counts == expected).all() or self.released != expected*count:
+        raise RuntimeError(f"released rows must be {expected} of every record, got "
+            f"{int(self.counts.min())} to {int(self.counts.max())}, {self.released} in all; this "
+            "run certifies nothing")
+    if self.training: check_ledger(self.training, int(self.plan.steps_per_epoch[:epochs].sum()))
+    if epochs == self.spec.epochs: return planned
+    claim = layer_report(self.spec, self.plan, self.model, epochs=epochs).claimed
+    return replace(planned, claimed=claim, preconditions=claim.preconditions)
+
+# %% ../../nbs/training/sanitized.ipynb #a02c415b
+class PlainRun(Run):
+    "A run of paper `sanitization` whose network has no layer: DP-SGD, or no privacy."
+    def report(self, certify=certify)->BudgetReport: return plain_report(self.spec, self.plan,
+        certify)
+
+def sanitization_run(
+    spec:RunSpec, # Of paper `sanitization`
+    data:Dataset, # Its data
+)->Run:
+    "The run of a spec, with the sanitization layer where the spec has one."
+    return PlainRun(spec, data) if spec.layer_below is None else SanitizedRun(spec, data)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dp_companion.algorithms import clipping, engines, private_optimizer, private_step
+from dp_companion.algorithms import book_keeping, clipping, engines, poisson_batches, private_optimizer, private_step
 from dp_companion.algorithms.book_keeping import Book
 from dp_companion.algorithms.clipping import Flat, GlobalAdapt, GroupAdaptive
-from dp_companion.algorithms.engines import RuledGhost, RuledOptimizer
+from dp_companion.algorithms.ledger import Ledger
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.audits.invariants import by_size, attacked_step, check_rule, check_step, relation_distance, still_buffers, unmixed_records
 from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
@@ -101,8 +101,6 @@ FLAT, COUNTING, GROUPS = Flat(max_grad_norm=2.), GlobalAdapt(max_grad_norm=2., c
 PLACES = {  # name -> checks at a seed
     "rule": lambda seed: check_rule(FLAT) + check_rule(COUNTING, seed=seed) + check_rule(GROUPS, seed=seed),
     "step": lambda seed: check_step(FLAT, seed=seed),
-    "step, hooks": lambda seed: check_step(FLAT, seed=seed, engine="hooks"),
-    "step, ghost": lambda seed: check_step(FLAT, seed=seed, engine="ghost"),
     "step, counts": lambda seed: check_step(COUNTING, seed=seed),
     "step, groups": lambda seed: check_step(GROUPS, seed=seed),
     "loop": lambda seed: check_loop(FLAT, seed=seed),
@@ -131,11 +129,11 @@ def failures(places=PLACES, seed=0):
 SCALE, RECORD, SUM = "noise has its scheduled scale", "one record moves the sum by at most the sensitivity", "the divisor is public"
 QUERIES, APPLIED, POISSON = "every query is in the events", "the applied noise is the accounted one", "batches are Poisson samples"
 RAW, COUNTS, STATED = "the rule does not depend on raw norms", "counts have the noise that the rule states", "the rule lets at most its sensitivity through"
-STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, private_optimizer.PoissonBatches
+STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, poisson_batches.PoissonBatches
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
-LATE = "run.multipliers[max(len(run.ledger) - 1 - run.plan.steps//run.plan.epochs, 0)].item()"
+LATE = "training.multipliers[max(t - training.plan.steps//training.plan.epochs, 0)].item()"
 LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)) # Where the trainer does not look itself
-NO_LOOK = (Patch(engines, "check_norm", "found<.99*lone", "False", (("found>1.01*lone", "False"),)), Patch(engines, "check_gradient", "away>.01*size", "False")) # The engines see wrong norms themselves
+NO_LOOK = (Patch(engines, "check_norm", "found<.99*lone", "False"), Patch(engines, "check_gradient", "away>.01*size", "False")) # The engines see wrong norms themselves
 NO_MEETING = Patch(engines, "lone_gradient", "x.nan_to_num(0, 0, 0).any()", "False")
 NO_COPIES = Patch(engines, "is_alone", "not near(first, loss(*copies", "False and not near(first, loss(*copies")
 NO_REFUSAL = Patch(private_step, "check_layer", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
@@ -155,35 +153,34 @@ ZOO = [
          Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"), *NO_LOOK)),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
         (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"), *NO_LOOK)),
-    Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's (hooks).", "step, hooks", RECORD,
-        (Patch(RuledOptimizer, "clip_and_accumulate", "g.reshape(len(g), -1).norm(dim=1)", "g.mean(0).norm().expand(len(g))"), *NO_LOOK)),
-    Bug("clipping by the mean norm", "All samples get the factor of their mean norm (ghost).", "step, ghost", RECORD,
-        (Patch(RuledGhost, "get_clipping_coef", "self.scale(norms)", "self.scale(norms.mean().expand_as(norms))"), *NO_LOOK)),
+    Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's.", "step", RECORD,
+        (Patch(book_keeping, "add_late", "scale(norms)", "scale((norms.norm()/len(norms)).expand_as(norms))"), *NO_LOOK)),
+    Bug("clipping by the mean norm", "All samples get the factor of their mean norm.", "step", RECORD,
+        (Patch(book_keeping, "add_late", "scale(norms)", "scale(norms.mean().expand_as(norms))"), *NO_LOOK)),
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
-        (Patch(OPTIMIZER, "restart", "self.drop()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
+        (Patch(BATCHES, "restart", "listener()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
         (Patch(STEP, "begin", "True, False, []", "True, self.is_begun and self.has_noise, []", (("self.engine.is_held = False", "pass"),)),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
-        (Patch(BATCHES, "__iter__", "optimizer.begin_pass()", "optimizer.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(optimizer.plan.dataset_size)",
-               (("poisson_batch(optimizer.plan, key, *share)", "order[_*optimizer.expected_batch_size:][:optimizer.expected_batch_size].tolist()"),)),)),
+        (Patch(BATCHES, "__iter__", "self.begin_pass()", "self.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(self.plan.dataset_size)",
+               (("batch, mark = self.draw(self)", "batch, mark = order[_*self.plan.expected_batch_size:][:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),
     Bug("fixed-size batches", "The loader draws exactly b records.", "loop", POISSON,
-        (Patch(private_optimizer, "poisson_batch", "np.flatnonzero(bits < np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))", "np.argsort(bits)[:plan.expected_batch_size]"),)),
+        (Patch(poisson_batches, "poisson_batch", "np.flatnonzero(bits < np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))", "np.argsort(bits)[:plan.expected_batch_size]"),)),
     Bug("shuffled batches, trainer", "The trainer shuffles; Poisson batches are accounted.", "run", POISSON,
-        (Patch(run, "epoch", "UniformWithReplacementSampler(num_samples=run.plan.dataset_size, sample_rate=run.plan.sample_rate, generator=run.sampling, steps=int(run.plan.steps_per_epoch[e]))",
-               "torch.randperm(run.plan.dataset_size, generator=run.sampling).split(run.plan.expected_batch_size)"),)),
+        (Patch(run, "epoch_steps", "zip(training.batches,",
+               "zip((order[t*training.plan.expected_batch_size:][:training.plan.expected_batch_size].tolist() for order in [torch.randperm(training.plan.dataset_size)] for t, batch in enumerate(training.batches)),"),)),
     Bug("realised batch size", "The sum is divided by the number of samples that came.", "step", SUM,
         (Patch(STEP, "accumulate", "seen[-1][1]/self.expected_batch_size", "seen[-1][1]/len(norms)"),)),
     Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step", "an empty batch moves by noise",
         (Patch(STEP, "finish", "self.optimizer.step()", "self.optimizer.step() if self.seen else None"),)),
     Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop", POISSON,
-        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("current.drawn.append((len(batch), self.place(key)))", "current.drawn.extend([(len(batch), self.place(key))] if batch else [])"),)),)),
+        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("current.drawn.append((len(batch), mark))", "current.drawn.extend([(len(batch), mark)] if batch else [])"),)),)),
     Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
         (Patch(private_step, "is_kept", "now is not None and is_same(now, value)", "True"),)),
     Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
-        (Patch(OPTIMIZER, "begin", "self.clip_rule.joint_events((MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),))",
-               "(MechanismEvent(noise_multiplier=sigma, sample_rate=self.plan.sample_rate, steps=1),)"),)),
+        (Patch(Ledger, "add_step", "clip_rule.joint_events(_one_step(noise_multiplier, sample_rate))", "_one_step(noise_multiplier, sample_rate)"),)),
     Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
         (Patch(planning, "budget_report", "rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
     Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,

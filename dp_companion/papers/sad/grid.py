@@ -61,7 +61,6 @@ def sad_values(
     "What a method of paper sad says of a run."
     if method not in SAD_METHODS: raise ValueError(f"method must be one of {'; '.join(SAD_METHODS)}, got method={method!r}")
     values = {"paper": "sad", "method": method, **profile.run_values, "optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant", "max_grad_norm": FINAL_BOUND, **SAD_METHODS[method], **changes}
-    if profile.model == "resnet50": values["engine"] = "ghost" # two passes, no per-sample gradient
     if method == "DP-SGD, larger rate": values["learning_rate"] *= mean_bound()
     if values.get("decay") == "step": values = {"drop_every": profile.drop_every, **values}
     if "decay_rate" not in changes: values = scaled_decay(values, PAPER_EPOCHS/values["epochs"])

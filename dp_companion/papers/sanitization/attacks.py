@@ -25,7 +25,7 @@ from ...budgets.events import MechanismEvent
 from ...budgets.schedules import PoissonPlan
 from ...training.datasets import Dataset
 from ...training.records import RunRecord, RunSpec, record_path, write_json
-from ...training.sanitized import PrivateBelow, SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, released, rows_below, sanitized_epoch
+from ...training.sanitized import SanitizedRun, build_layer, epoch_rows, gradient_events, layer_report, released, rows_below, train_below
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -62,7 +62,7 @@ def moved(
     run = SanitizedRun(replace(spec, seed=seed), worst_case(spec.dataset, is_bright, **sizes))
     weight = first_weight(run)
     start = weight.detach().clone()
-    for _ in range(spec.epochs): sanitized_epoch(run)
+    for _ in range(spec.epochs): run.train_epoch()
     return (weight.detach() - start).norm().item()
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #05d7509a
@@ -218,11 +218,10 @@ def step_scores(
     data = worst_case(spec.dataset, True, records=1)
     run = SanitizedRun(lone, replace(data, train_images=LOUD*data.train_images))
     run.model.below = Opposed(spec.layer_width, run.layer.clip/2)
-    run.private = PrivateBelow(run)
+    training = train_below(run)
     def step(noise_multiplier):
-        run.spec = replace(lone, noise_multiplier=noise_multiplier)
         nn.init.zeros_(run.model.below.linear.weight)
-        run.private(run, [0])
+        training.step(run.loss, run.data.train_images, run.data.train_labels, noise_multiplier=noise_multiplier)
         return run.model.below.linear.weight.detach().flatten().double()
     towards = step(QUIET)
     run.noise.manual_seed(seed); run.data.train_images.mul_(sign)
