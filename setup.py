@@ -6,15 +6,16 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 parser = ConfigParser(delimiters=["="])
-parser.read(here / "settings.ini", encoding="utf-8")
+parser.read(here/"settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
-readme = here / "README.md"
+extras = {name: cfg[f"{name}_requirements"].split()
+          for name in ("notebooks", "site", "vision", "pretrained", "grid", "dev")}
 
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
-    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description=(here/"README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     url=cfg["git_url"],
     author=cfg["author"],
@@ -25,13 +26,17 @@ setup(
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
         "Natural Language :: English",
-        "Programming Language :: Python :: 3",
+        "Typing :: Typed",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
     ],
     packages=find_packages(include=["dp_companion", "dp_companion.*"]),
-    package_data={"dp_companion": ["published/*.csv", "published/*.md"]},
+    package_data={"dp_companion": ["py.typed", "published/*.csv", "published/*.md"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split(), "vision": cfg["vision_requirements"].split()},
-    entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"]},
+    extras_require={**extras, "all": sorted({one for needed in extras.values() for one in needed})},
+    entry_points={
+        "console_scripts": cfg["console_scripts"].split(),
+        "nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"],
+    },
     zip_safe=False,
 )

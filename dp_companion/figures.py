@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from matplotlib.ticker import LogLocator, NullFormatter
 
 # %% ../nbs/figures.ipynb #27b193d2
-PALETTE = sns.color_palette("colorblind", 10).as_hex() # safe for the common kinds of colour blindness
-LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (9, 2, 1, 2))] # so that grey print keeps the series apart
+PALETTE = sns.color_palette("colorblind", 10).as_hex() # safe for common colour blindness
+LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)),
+         (0, (9, 2, 1, 2))] # so that grey print keeps the series apart
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h"]
 
 # %% ../nbs/figures.ipynb #47ad2736
 def series(
-    index:int, # Position of the series in its figure; no two under nine share anything, no two under ninety a colour and a line
+    index:int, # Position of the series in its figure; up to nine series share nothing
 )->dict: # Keyword arguments for `Axes.plot`
     "Colour, line style and marker of the series at `index`."
-    return dict(color=PALETTE[index % len(PALETTE)], linestyle=LINES[index % len(LINES)], marker=MARKERS[index % len(MARKERS)], markersize=4)
+    return dict(color=PALETTE[index % len(PALETTE)], linestyle=LINES[index % len(LINES)],
+                marker=MARKERS[index % len(MARKERS)], markersize=4)
 
 # %% ../nbs/figures.ipynb #ef98f6ca
 @contextmanager
@@ -34,8 +36,9 @@ def figure(
     height:float=4., # Inches
     **kwargs, # To `plt.subplots`
 ):
-    "A labelled frame: yields the axes (an array for more than one panel), tidies and shows it on leaving; epochs have whole ticks."
-    fig, axes = plt.subplots(1, panels, figsize=(width, height), dpi=110, layout="constrained", **kwargs)
+    "A labelled frame: yields the axes (an array of several panels) and shows them on leaving."
+    fig, axes = plt.subplots(1, panels, figsize=(width, height), dpi=110, layout="constrained",
+                             **kwargs)
     for ax in ([axes] if panels == 1 else axes):
         ax.set(xlabel=xlabel, ylabel=ylabel)
         if xlabel.startswith("epoch"): ax.xaxis.get_major_locator().set_params(integer=True)
@@ -51,4 +54,5 @@ def plain_log(
     "A logarithmic y axis with ticks at 1, 2, 5, 10, 20 and so on, in plain numbers."
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter("{x:g}"); ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())

@@ -25,6 +25,7 @@ def root():
 
 @pytest.fixture(scope="session")
 def processes():
-    "Real processes that need not import torch: each is a fork of one that has done so and nothing else."
-    multiprocessing.set_forkserver_preload(["dp_companion.cli", "dp_companion.training.training", "dp_companion.algorithms.privacy_engine", "papermill"])
+    "Real processes that need not import torch: forks of one that did so and nothing else."
+    multiprocessing.set_forkserver_preload(["dp_companion.cli", "dp_companion.training.training",
+        "dp_companion.algorithms.privacy_engine", "papermill"])
     return multiprocessing.get_context("forkserver")

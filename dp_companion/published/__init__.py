@@ -7,8 +7,9 @@ __all__ = ['PAPERS', 'load_text', 'load', 'printed_decimals']
 
 # %% ../../nbs/published.ipynb #4478ae1e
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-import pandas as pd
+if TYPE_CHECKING: import pandas as pd # read when a table is: budgets stay light
 
 # %% ../../nbs/published.ipynb #b89c86db
 # short names, in the order of the README
@@ -20,10 +21,11 @@ _NUMBERS = ("epsilon", "delta", "value") # numeric columns; only `value` is neve
 # %% ../../nbs/published.ipynb #60a6ec3f
 def load_text(
     paper:str|None=None, # One of `PAPERS`; all of them when None
-)->pd.DataFrame: # One row per printed number, cells as in the file
+)->"pd.DataFrame": # One row per printed number, cells as in the file
     "Published numbers as text, with every printed digit."
     if paper is not None and paper not in PAPERS:
         raise ValueError(f"paper must be one of {', '.join(PAPERS)}, got paper={paper}")
+    import pandas as pd
     folder = files("dp_companion") / "published"
     names = PAPERS if paper is None else (paper,)
     return pd.concat([pd.read_csv(folder / f"{name}.csv", dtype=str, keep_default_na=False)
@@ -31,7 +33,7 @@ def load_text(
 
 # %% ../../nbs/published.ipynb #00f7cc31
 def _check_columns(
-    text:pd.DataFrame, # As `load_text` gives it
+    text:"pd.DataFrame", # As `load_text` gives it
 )->None:
     "Raise unless the columns are `_COLUMNS`, in any order."
     for name in text.columns:
@@ -43,7 +45,7 @@ def _check_columns(
 
 # %% ../../nbs/published.ipynb #7f9b8f07
 def _check_numbers(
-    text:pd.DataFrame, # As `load_text` gives it
+    text:"pd.DataFrame", # As `load_text` gives it
 )->None:
     "Raise unless the columns in `_NUMBERS` hold plain numbers, or are legally empty."
     for name in _NUMBERS:
@@ -56,8 +58,9 @@ def _check_numbers(
 # %% ../../nbs/published.ipynb #18ccab22
 def load(
     paper:str|None=None, # One of `PAPERS`; all of them when None
-)->pd.DataFrame: # As `load_text`, with `epsilon`, `delta` and `value` as float; NaN for none
+)->"pd.DataFrame": # As `load_text`, with `epsilon`, `delta` and `value` as float; NaN for none
     "Published numbers."
+    import pandas as pd
     text = load_text(paper)
     _check_columns(text)
     _check_numbers(text)
@@ -94,7 +97,7 @@ _ROWS_PER_TABLE = {
 
 # %% ../../nbs/published.ipynb #734822ad
 def _check_rows(
-    text:pd.DataFrame, # As `load_text` gives it
+    text:"pd.DataFrame", # As `load_text` gives it
 )->None:
     "Raise where a number has two rows, or a table has the wrong number of rows."
     identity = [name for name in _COLUMNS if name not in ("value", "unit")]
@@ -109,7 +112,7 @@ def _check_rows(
 
 # %% ../../nbs/published.ipynb #b4933b44
 def _check_published(
-    text:pd.DataFrame|None=None, # All four papers, as from `load_text`; None: the packaged files
+    text:"pd.DataFrame|None"=None, # All four papers, as from `load_text`; None: the packaged files
 )->None:
     "Raise at the first unknown column, non-number, duplicate row or wrong count."
     text = (load_text() if text is None else text).reset_index(drop=True)

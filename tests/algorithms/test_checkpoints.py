@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.clipping import GlobalAdapt
-from user_loops import (Noisy, SCHEDULES, flat_data, flat_network, network, private, run, seeded,
+from user_loops import (Noisy, SCHEDULES, flat_data, flat_network, network, private, seeded,
     train, weights)
 
 pytestmark = pytest.mark.filterwarnings("ignore")

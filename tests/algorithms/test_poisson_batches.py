@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.poisson_batches import check_collate
 from dp_companion.budgets.schedules import PoissonPlan
-from user_loops import (Noisy, data, flat_data, flat_network, loop, network, private,
+from user_loops import (data, flat_data, flat_network, loop, network, private,
     scaled_by_the_largest, seeded, train, weights)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -447,7 +447,7 @@ def test_checking_collate_fn_draws_no_random_numbers(draw):
         def __len__(self): return 5
         def __getitem__(self, k): return torch.rand(6)*np.random.rand()*random.random(), k
     def drawn(looks):
-        for seeded in (torch.manual_seed, np.random.seed, random.seed): seeded(0)
+        for seed in (torch.manual_seed, np.random.seed, random.seed): seed(0)
         if looks: check_collate(default_collate, Noisy())
         return draw()
     assert drawn(True) == drawn(False)

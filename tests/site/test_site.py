@@ -1,4 +1,4 @@
-"""The site: built whole or not at all, and nothing on a page that a real browser complains about."""
+"The site: built whole or not at all, with pages that a real browser does not complain about."
 import base64
 import json
 import os
@@ -19,21 +19,30 @@ import pytest
 
 from dp_companion.site.drafts import read_inputs
 from dp_companion.site.pages import SiteError
-from dp_companion.site.site import build_site, inputs_hash
+from dp_companion.site.site import _inputs_hash, build_site
 
-REPO = Path(__file__).resolve().parents[1]
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH, so no page can be opened in a browser")
+REPO = Path(__file__).resolve().parents[2]
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])),
+                None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None,
+                                   reason="no chromium on the PATH, so no page can be opened in a "
+                                   "browser")
 
 
-# --- A small site -------------------------------------------------------------------------------------------------------------------
+# --- A small site -----------------------------------------------------------------------------
 
-ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-INDEX = ["# Toy\n\n> Two pages with $x$.", "See [the limits](budgets/toy.ipynb#what-s-left), `half`, @eq-half and @fig-half, and [the settings](../settings.ini)."]
-TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.", ("#| export\nimport math",),
-       "## Claim\n\n> With $x>0$ it holds that\n> $$ h(x) = \\begin{cases}\\frac{x}{2} & x > 0\\\\ 0 & \\text{else}\\end{cases} $$ {#eq-half}\n\nSee @eq-half.",
-       "::: {.callout-note}\nA note.\n:::", ("#| export\ndef half(\n    x:float, # What to halve\n)->float: # Half of it\n    'Half of `x`.'\n    return x/2",),
-       ("#| hide\nsecret = 1",), "## What's left\n\n" + "$$" + " + ".join(f"x_{{{i}}}" for i in range(60)) + "$$",
+ONE_PIXEL = ("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+             "awAAAABJRU5ErkJggg==")
+INDEX = ["# Toy\n\n> Two pages with $x$.", "See [the limits](budgets/toy.ipynb#what-s-left), "
+         "`half`, @eq-half and @fig-half, and [the settings](../settings.ini)."]
+TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.",
+       ("#| export\nimport math",),
+       "## Claim\n\n> With $x>0$ it holds that\n> $$ h(x) = \\begin{cases}\\frac{x}{2} & x > 0\\\\ "
+       "0 & \\text{else}\\end{cases} $$ {#eq-half}\n\nSee @eq-half.",
+       "::: {.callout-note}\nA note.\n:::", ("#| export\ndef half(\n    x:float, # What to "
+           "halve\n)->float: # Half of it\n    'Half of `x`.'\n    return x/2",),
+       ("#| hide\nsecret = 1",), "## What's left\n\n" + "$$" + " + ".join(f"x_{{{i}}}"
+           for i in range(60)) + "$$",
        ("#| label: fig-half\n#| fig-cap: Half of it, by @eq-half.\n#| code-fold: true\nplot()", [
            {"output_type": "display_data", "metadata": {}, "data": {"image/png": ONE_PIXEL}},
            {"output_type": "stream", "name": "stderr", "text": ["/home/me/x.py: UserWarning"]}])]
@@ -42,19 +51,24 @@ TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.", ("#
 def write_notebook(path, cells, **metadata):
     "A notebook of `cells`: a string is Markdown, a tuple is code and perhaps its outputs."
     made = [{"cell_type": "markdown", "metadata": {}, "source": cell} if isinstance(cell, str) else
-            {"cell_type": "code", "metadata": {}, "execution_count": None, "source": cell[0], "outputs": [*cell[1:], []][0]} for cell in cells]
+            {"cell_type": "code", "metadata": {}, "execution_count": None, "source": cell[0],
+             "outputs": [*cell[1:], []][0]} for cell in cells]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 4}))
+    path.write_text(json.dumps({"cells": made, "metadata": metadata, "nbformat": 4,
+                                "nbformat_minor": 4}))
 
 
 def make_clone(tmp_path):
     "A repository with two notebooks, one module, and the looks of this one."
-    contents = [{"section": "Start here", "contents": ["index.ipynb", "not_yet.ipynb"]}, {"section": "Budgets", "contents": ["budgets/toy.ipynb"]},
+    contents = [{"section": "Start here", "contents": ["index.ipynb", "not_yet.ipynb"]},
+                {"section": "Budgets", "contents": ["budgets/toy.ipynb"]},
                 {"section": "API", "contents": "api/*.md"}]
-    (tmp_path/"_quarto.yml").write_text(json.dumps({"project": {"type": "website"}, "website": {"title": "toy", "sidebar": {"contents": contents}}}))
+    (tmp_path/"_quarto.yml").write_text(json.dumps({"project": {"type": "website"},
+        "website": {"title": "toy", "sidebar": {"contents": contents}}}))
     (tmp_path/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\n")
     (tmp_path/"toy/budgets").mkdir(parents=True)
-    (tmp_path/"toy/budgets/toy.py").write_text("def half(\n    x:float, # What to halve\n)->float: # Half of it\n    'Half of `x`.'\n")
+    (tmp_path/"toy/budgets/toy.py").write_text("def half(\n    x:float, # What to halve\n)->float: "
+        "# Half of it\n    'Half of `x`.'\n")
     write_notebook(tmp_path/"nbs/index.ipynb", INDEX)
     write_notebook(tmp_path/"nbs/budgets/toy.ipynb", TOY)
     for name in ("nbs/styles.css", "nbs/favicon.svg", "CITATION.cff"):
@@ -89,7 +103,7 @@ def beside(clone):
     return sorted(path.name for path in clone.iterdir() if path.name.startswith("._site"))
 
 
-# --- A browser ----------------------------------------------------------------------------------------------------------------------
+# --- A browser --------------------------------------------------------------------------------
 
 @contextmanager
 def serve(folder):
@@ -104,20 +118,27 @@ def serve(folder):
 
 class Browser:
     "One tab of a headless chromium, driven by the DevTools protocol."
-    FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", "--remote-allow-origins=*", "--remote-debugging-port=0")
+    FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking",
+             "--disable-component-update", "--disable-sync", "--remote-allow-origins=*",
+             "--remote-debugging-port=0")
 
     def __init__(self, profile):
-        websocket = pytest.importorskip("websocket", reason="no websocket-client, so no browser can be driven")
-        self.process = subprocess.Popen([CHROMIUM, *self.FLAGS, f"--user-data-dir={profile}", "about:blank"], stdout=subprocess.DEVNULL,
+        websocket = pytest.importorskip("websocket",
+            reason="no websocket-client, so no browser can be driven")
+        self.process = subprocess.Popen([CHROMIUM, *self.FLAGS, f"--user-data-dir={profile}",
+            "about:blank"], stdout=subprocess.DEVNULL,
                                         stderr=subprocess.DEVNULL)
         port, deadline = Path(profile)/"DevToolsActivePort", time.monotonic()+60
         while not (port.is_file() and port.read_text().count("\n")):
-            if self.process.poll() is not None or time.monotonic() > deadline: pytest.skip("chromium does not start on this machine")
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.skip("chromium does not start on this machine")
             time.sleep(0.05)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text().split()[0]}/json/list") as answer:
+        with urllib.request.urlopen(
+                f"http://127.0.0.1:{port.read_text().split()[0]}/json/list") as answer:
             tab = next(target for target in json.load(answer) if target["type"] == "page")
-        self.socket, self.count, self.events = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=60), 0, []
+        self.socket, self.count, self.events = websocket.create_connection(
+            tab["webSocketDebuggerUrl"], timeout=60), 0, []
         for domain in ("Page", "Runtime", "Log", "Network"): self.call(f"{domain}.enable")
         self.call("Network.setCacheDisabled", cacheDisabled=True)
 
@@ -128,17 +149,19 @@ class Browser:
     def call(self, method, **params):
         self.count += 1
         self.socket.send(json.dumps({"id": self.count, "method": method, "params": params}))
-        while (message := json.loads(self.socket.recv())).get("id") != self.count: self.events.append(message)
+        while (message := json.loads(self.socket.recv())).get("id") != self.count:
+            self.events.append(message)
         if "error" in message: raise RuntimeError(f"{method}: {message['error']}")
         return message["result"]
 
     def evaluate(self, script):
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True,
+                           awaitPromise=True)
         if "exceptionDetails" in answer: raise RuntimeError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def open(self, url, settle=0.15):
-        "Open a page and wait until it is loaded and has been quiet for a moment; what happened is in `events`."
+        "Open a page and wait until it is loaded and quiet; `events` has what happened."
         self.events = []
         self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
@@ -146,12 +169,15 @@ class Browser:
         self.evaluate(f"new Promise(done => setTimeout(done, {int(1000*settle)}))")
 
     def view(self, width, dark=False):
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
+                  deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia",
+                  features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
     def screenshot(self, path):
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1})
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True,
+                         clip={**size, "scale": 1})
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 
 
@@ -165,34 +191,41 @@ def browser(tmp_path_factory):
 def complaints(event, host):
     "What one event of the browser says against a page."
     method, said = event.get("method"), event.get("params", {})
-    if method == "Runtime.exceptionThrown": yield f"exception {said['exceptionDetails'].get('exception', {}).get('description', said)}"
+    if method == "Runtime.exceptionThrown":
+        yield f"exception {said['exceptionDetails'].get('exception', {}).get('description', said)}"
     if method == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert"):
         yield f"console error {[arg.get('value', arg.get('description')) for arg in said['args']]}"
-    if method == "Log.entryAdded" and said["entry"]["level"] == "error": yield f"console error {said['entry']['text']} {said['entry'].get('url', '')}"
+    if method == "Log.entryAdded" and said["entry"]["level"] == "error":
+        yield f"console error {said['entry']['text']} {said['entry'].get('url', '')}"
     if method == "Network.requestWillBeSent":
         url = urlsplit(said["request"]["url"])
-        if url.scheme not in ("data", "blob", "about") and url.netloc != host: yield f"request to another host {said['request']['url']}"
+        if url.scheme not in ("data", "blob", "about") and url.netloc != host:
+            yield f"request to another host {said['request']['url']}"
 
 
 COLLECT = """({
   anchors: [...document.querySelectorAll('[id], a[name]')].map(e => e.id || e.name),
-  links: [...document.querySelectorAll('[href], [src]')].map(e => e.href || e.src).filter(u => typeof u === 'string'),
+  links: [...document.querySelectorAll('[href], [src]')].map(e => e.href || e.src)
+    .filter(u => typeof u === 'string'),
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth })"""
 
 
 def page_problems(folder, browser):
-    "Open every page of a built site, wide and as on a phone; what the browser complains about, and every link that leads nowhere."
+    "Open every page, wide and as on a phone: complaints of the browser, links that lead nowhere."
     folder, problems, pages = Path(folder), [], {}
     files = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*.html"))]
     with serve(folder) as address:
         host = urlsplit(address).netloc
-        for page in [file for file in files if not file.startswith(("_static/", "_files/", "site_libs/"))]:
+        for page in [file for file in files if not file.startswith(("_static/", "_files/",
+                "site_libs/"))]:
             browser.view(1280)
             browser.open(f"{address}/{page}")
-            problems += [f"{page}: {text}" for event in browser.events for text in complaints(event, host)]
+            problems += [f"{page}: {text}" for event in browser.events for text in complaints(event,
+                host)]
             browser.view(390)
             pages[page] = browser.evaluate(COLLECT)
-            if pages[page]["overflow"] > 0: problems.append(f"{page}: {pages[page]['overflow']} pixels wider than a phone")
+            if pages[page]["overflow"] > 0:
+                problems.append(f"{page}: {pages[page]['overflow']} pixels wider than a phone")
         for page, found in pages.items():
             for url in dict.fromkeys(found["links"]):
                 parts = urlsplit(url)
@@ -200,7 +233,8 @@ def page_problems(folder, browser):
                 path = unquote(parts.path).strip("/")
                 target = f"{path}/index.html".lstrip("/") if (folder/path).is_dir() else path
                 if not (folder/target).is_file(): problems.append(f"{page}: broken link {url}")
-                elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target]["anchors"]:
+                elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[
+                        target]["anchors"]:
                     problems.append(f"{page}: broken link {url}, no such place")
     assert pages, f"no page in {folder}"
     return problems
@@ -216,7 +250,8 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
         assert "Halves" in browser.evaluate("document.querySelector('#search-results').innerText")
         browser.open(f"{address}/budgets/toy.html")
         assert browser.evaluate("document.querySelectorAll('math').length") >= 3
-        brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+        brightness = ("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, "
+                      "3).reduce((a, b) => a + +b, 0)")
         light = browser.evaluate(brightness)
         browser.view(1280, dark=True)
         browser.open(f"{address}/budgets/toy.html")
@@ -232,12 +267,14 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
     ("<a href='#gone'>x</a>", "no such place"),
     ("<img src='gone.png'>", "console error Failed to load resource"),
     ("<script src='https://cdn.example/x.js'></script>", "request to another host https://cdn.example/x.js"),
-    ("<style>@font-face {font-family: f; src: url('http://fonts.example/f.woff')} p {font-family: f}</style><p>x</p>", "request to another host http://fonts.example"),
+    ("<style>@font-face {font-family: f; src: url('http://fonts.example/f.woff')} "
+     "p {font-family: f}</style><p>x</p>", "request to another host http://fonts.example"),
     ("<script>fetch('http://127.0.0.1:9/x').catch(() => 0)</script>", "request to another host http://127.0.0.1:9/x"),
     ("<p style='width: 900px'>x</p>", "wider than a phone"),
 ])
 def test_a_broken_page_is_caught(tmp_path, browser, html, complaint):
-    head = "<!doctype html><meta name=viewport content='width=device-width, initial-scale=1'><link rel=icon href='data:,'>"
+    head = ("<!doctype html><meta name=viewport content='width=device-width, "
+            "initial-scale=1'><link rel=icon href='data:,'>")
     (tmp_path/"index.html").write_text(f"{head}<h1 id=top>x</h1><a href='#top'>x</a>")
     assert page_problems(tmp_path, browser) == []
     (tmp_path/"index.html").write_text(head + html)
@@ -253,73 +290,93 @@ def test_every_page_of_the_real_site_is_sound(browser, tmp_path):
     assert page_problems(site, browser) == []
 
 
-# --- What is on a page --------------------------------------------------------------------------------------------------------------
+# --- What is on a page ------------------------------------------------------------------------
 
 def test_a_page_says_what_its_notebook_says(built):
-    page, index, api = [(built/name).read_text() for name in ("budgets/toy.html", "index.html", "api/budgets.toy.html")]
-    for text in ('id="eq-half"', '<span class="eqno">(1)</span>', 'href="#eq-half">Equation 1</a>', 'id="fig-half"', "Figure 1.", "admonition note", "def</span>"):
+    page, index, api = [(built/name).read_text() for name in ("budgets/toy.html", "index.html",
+        "api/budgets.toy.html")]
+    for text in ('id="eq-half"', '<span class="eqno">(1)</span>', 'href="#eq-half">Equation 1</a>',
+                 'id="fig-half"', "Figure 1.", "admonition note", "def</span>"):
         assert text in page, text
-    for text in ("#|", "default_exp", "secret", "import</span>", "UserWarning", "mathjax.js", "MathJax", "{#", ":::", "callout"):
+    for text in ("#|", "default_exp", "secret", "import</span>", "UserWarning", "mathjax.js",
+                 "MathJax", "{#", ":::", "callout"):
         assert text not in page, text
-    for text in ("budgets/toy.html#what-s-left", "api/budgets.toy.html#half", "budgets/toy.html#eq-half", "_files/settings.ini", "How to cite"):
+    for text in ("budgets/toy.html#what-s-left", "api/budgets.toy.html#half",
+                 "budgets/toy.html#eq-half", "_files/settings.ini", "How to cite"):
         assert text in index, text
     for text in ("What to halve", "Half of it", 'id="half"', "../budgets/toy.html"):
         assert text in api, text
     downloaded = json.loads((built/"_sources/budgets/toy.ipynb").read_text())
-    assert "_sources/budgets/toy.ipynb" in page and downloaded["cells"][0]["source"] == "#| default_exp budgets.toy"
+    assert "_sources/budgets/toy.ipynb" in page
+    assert downloaded["cells"][0]["source"] == "#| default_exp budgets.toy"
     assert "/home/me" not in json.dumps(downloaded)
 
 
-def test_an_executed_notebook_stands_in_unless_its_run_did_not_finish(clone, capfd):
+def test_an_executed_notebook_is_shown_if_its_run_finished(clone, capfd):
     finished, killed = {"end_time": "2026-11-20T10:00:00", "exception": None}, {"end_time": None}
     write_notebook(clone/"runs/index.ipynb", ["# Executed", "Done."], papermill=finished)
     write_notebook(clone/"runs/budgets/toy.ipynb", ["# Half done"], papermill=killed)
     out = build(clone, "runs")
-    assert "Executed" in (out/"index.html").read_text() and "Halves" in (out/"budgets/toy.html").read_text()
+    assert "Executed" in (out/"index.html").read_text()
+    assert "Halves" in (out/"budgets/toy.html").read_text()
     said = capfd.readouterr().err
-    assert "the run of budgets/toy.ipynb did not finish" in said and "not_yet.ipynb is in _quarto.yml and not there yet" in said
+    assert "the run of budgets/toy.ipynb did not finish" in said
+    assert "not_yet.ipynb is in _quarto.yml and not there yet" in said
 
 
 def test_nothing_changed_nothing_built(built, monkeypatch):
     clone, before = built.parent, (built/"index.html").stat().st_mtime_ns
-    monkeypatch.setattr("dp_companion.site.site._build", lambda *_: pytest.fail("it was built again"))
-    write_notebook(clone/"nbs/index.ipynb", INDEX, papermill={"end_time": "later", "exception": None})
+    monkeypatch.setattr("dp_companion.site.site._build",
+                        lambda *_: pytest.fail("it was built again"))
+    write_notebook(clone/"nbs/index.ipynb", INDEX, papermill={"end_time": "later",
+        "exception": None})
     assert build(clone) == built and (built/"index.html").stat().st_mtime_ns == before
 
 
-def test_what_a_page_shows_or_links_to_is_part_of_the_hash(clone):
+def test_the_hash_covers_what_pages_show_and_link(clone):
     inputs, hashes = read_inputs(clone/"nbs", clone), []
-    changes = [lambda: None, lambda: write_notebook(clone/"nbs/index.ipynb", ["# Changed"]), lambda: (clone/"linked.txt").write_text("1"),
-               lambda: (clone/"toy/budgets/toy.py").write_text("x = 1"), lambda: (clone/"nbs/styles.css").write_text("p {}")]
+    changes = [lambda: None, lambda: write_notebook(clone/"nbs/index.ipynb", ["# Changed"]),
+               lambda: (clone/"linked.txt").write_text("1"),
+               lambda: (clone/"toy/budgets/toy.py").write_text("x = 1"),
+               lambda: (clone/"nbs/styles.css").write_text("p {}")]
     for change in changes:
         change()
-        hashes.append(inputs_hash(inputs, "sphinx", ["linked.txt"]))
-    assert len(set(hashes)) == len(changes) and inputs_hash(inputs, "quarto", ["linked.txt"]) != hashes[-1]
+        hashes.append(_inputs_hash(inputs, "sphinx", ["linked.txt"]))
+    assert len(set(hashes)) == len(changes)
+    assert _inputs_hash(inputs, "quarto", ["linked.txt"]) != hashes[-1]
 
 
-# --- What goes wrong ----------------------------------------------------------------------------------------------------------------
+# --- What goes wrong --------------------------------------------------------------------------
 
 def test_bad_input_is_one_sentence(clone, monkeypatch):
-    with pytest.raises(SiteError, match="^notebooks must be an existing folder, got notebooks=.*nowhere"): build_site("nowhere", root=clone)
-    with pytest.raises(SiteError, match="^root must hold a _quarto.yml, got root="): build_site("nbs", root=clone/"nbs")
+    with pytest.raises(SiteError,
+                       match="^notebooks must be an existing folder, got notebooks=.*nowhere"):
+        build_site("nowhere", root=clone)
+    with pytest.raises(SiteError, match="^root must hold a _quarto.yml, got root="):
+        build_site("nbs", root=clone/"nbs")
     (clone/"mine").mkdir()
     (clone/"mine/thesis.tex").write_text("x")
-    with pytest.raises(SiteError, match="^out must be a new folder or a site built before, got out="): build_site("nbs", "mine", root=clone)
+    with pytest.raises(SiteError,
+                       match="^out must be a new folder or a site built before, got out="):
+        build_site("nbs", "mine", root=clone)
     assert (clone/"mine/thesis.tex").is_file()
     monkeypatch.chdir(clone.parent)
-    with pytest.raises(SiteError, match="^the working directory must be in a clone"): build_site("nbs")
+    with pytest.raises(SiteError, match="^the working directory must be in a clone"):
+        build_site("nbs")
 
 
 @pytest.mark.parametrize("texts, sentence", [
     (["see @eq-gone"], "index refers to @eq-gone, which no page defines"),
     (["```{nodirective}\n```"], "index: Unknown directive type: 'nodirective'"),
-    (["$\\epsilom$", "![x](gone.png)"], "index: image file not readable: gone.png [image.not_readable] (and 1 more like it)"),
+    (["$\\epsilom$", "![x](gone.png)"],
+     "index: image file not readable: gone.png [image.not_readable] (and 1 more like it)"),
     (["[x](gone.ipynb)", "[x](budgets/toy.ipynb#gone)", "<img src='https://x.example/a.png'>"],
      "index.html fetches https://x.example/a.png from another host (and 2 more like it)"),
 ])
 def test_a_broken_reference_fails_and_the_old_site_stays(clone, texts, sentence):
     (clone/"_site").mkdir()
-    for name in ("index.html", ".built-from.json"): (clone/"_site"/name).write_text('{"hash": "old", "linked": []}')
+    for name in ("index.html", ".built-from.json"):
+        (clone/"_site"/name).write_text('{"hash": "old", "linked": []}')
     write_notebook(clone/"nbs/index.ipynb", ["# Toy", *texts])
     with pytest.raises(SiteError) as raised: build(clone)
     assert str(raised.value).startswith(sentence) and "\n" not in str(raised.value)
@@ -330,9 +387,11 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
     out = shutil.copytree(built, clone/"_site")
     whole = sorted(path.relative_to(out) for path in out.rglob("*"))
     write_notebook(clone/"nbs/index.ipynb", ["# Changed"])
-    script = f"from dp_companion.site.site import build_site; print('go', flush=True); build_site('nbs', root={str(clone)!r})"
+    script = ("from dp_companion.site.site import build_site; print('go', flush=True); "
+              f"build_site('nbs', root={str(clone)!r})")
     for delay in (0.5, 2):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
+                                   stderr=subprocess.DEVNULL, start_new_session=True)
         process.stdout.readline()
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGKILL)
@@ -344,30 +403,38 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
 
 
 def test_what_is_no_leftover_of_a_build_stays(tmp_path):
-    from dp_companion.site.site import clear_leftovers
-    names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True, ".publicity-old-999999999": True, ".public-building-999999999": False, ".public-old-999999999": False}
+    from dp_companion.site.site import _clear_leftovers
+    names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True,
+             ".publicity-old-999999999": True, ".public-building-999999999": False,
+             ".public-old-999999999": False}
     for name in names: (tmp_path/name).mkdir()
-    clear_leftovers(tmp_path/"public")
+    _clear_leftovers(tmp_path/"public")
     assert {name: (tmp_path/name).exists() for name in names} == names
 
 
 def test_quarto_gets_a_project_that_lists_what_is_there(clone, monkeypatch):
-    "With a stand-in for Quarto that copies what it is given; no real one is needed to see that it is called well."
+    "A stand-in for Quarto copies what it is given: it shows how the real one is called."
     (clone/"bin").mkdir()
     stand_in = clone/"bin/quarto"
-    stand_in.write_text(f"#!{sys.executable}\nimport pathlib, sys\nproject = pathlib.Path(sys.argv[2])\n(project/'_site').mkdir()\n"
-                        "(project/'_site/index.html').write_text(' '.join(sys.argv[1:]) + (project/'_quarto.yml').read_text())\n")
+    stand_in.write_text(f"#!{sys.executable}\nimport pathlib, sys\nproject = "
+                        "pathlib.Path(sys.argv[2])\n(project/'_site').mkdir()\n"
+                        "(project/'_site/index.html').write_text(' '.join(sys.argv[1:]) + "
+                        "(project/'_quarto.yml').read_text())\n")
     stand_in.chmod(0o755)
     monkeypatch.setattr("dp_companion.site.site.shutil.which", lambda name: str(stand_in))
     monkeypatch.setenv("PATH", f"{clone/'bin'}{os.pathsep}{os.environ['PATH']}")
     out = build_site("nbs", root=clone)
     said = (out/"index.html").read_text()
-    assert said.startswith("render ") and "--no-execute" in said and "budgets/toy.ipynb" in said and "not_yet" not in said
+    assert said.startswith("render ") and "--no-execute" in said and "budgets/toy.ipynb" in said
+    assert "not_yet" not in said
     page = json.loads((clone/"_proc/budgets/toy.ipynb").read_text())["cells"]
-    assert "title: Halves" in page[0]["source"] and any("{#eq-half}" in cell["source"] for cell in page)
+    assert "title: Halves" in page[0]["source"]
+    assert any("{#eq-half}" in cell["source"] for cell in page)
     assert not any("secret" in cell["source"] or "#| export" in cell["source"] for cell in page)
-    assert (clone/"_proc/_files/nbs/budgets/toy.ipynb").is_file() and "@eq-half" not in (clone/"_proc/index.ipynb").read_text()
+    assert (clone/"_proc/_files/nbs/budgets/toy.ipynb").is_file()
+    assert "@eq-half" not in (clone/"_proc/index.ipynb").read_text()
     stand_in.write_text("#!/bin/sh\necho 'ERROR: no' >&2\nexit 3\n")
     write_notebook(clone/"nbs/index.ipynb", ["# Changed"])
-    with pytest.raises(SiteError, match="^Quarto stopped with status 3: ERROR: no$"): build_site("nbs", root=clone)
+    with pytest.raises(SiteError, match="^Quarto stopped with status 3: ERROR: no$"):
+        build_site("nbs", root=clone)
     assert (out/"index.html").read_text() == said
