@@ -33,11 +33,17 @@ def result_path(
     return Path(results)/spec.paper/spec.dataset/slug(spec.method.name)/f"{spec.name}.json"
 
 # %% ../../nbs/papers/results.ipynb #fb0c5e00
-STANDS_FOR = {"digits": "MNIST", "mnist": "MNIST", "unbalanced_digits": "Unbalanced MNIST", "unbalanced_mnist": "Unbalanced MNIST", "synthetic_melt_pool_small": "Thinwall", "thinwall": "Thinwall"} # ours to the paper's
-STANDS_FOR_OF = {"sad": dict.fromkeys(("minority_digits", "ham10000_small", "ham10000_lesions", "ham10000", "ham10000_224"), "HAM10000"), "adaptive_noise": {"digits": "MNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}, "sanitization": {"digits": "MNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}} # where a paper has data sets of its own
+STANDS_FOR = {"digits": "MNIST", "mnist": "MNIST", "unbalanced_digits": "Unbalanced MNIST",
+              "unbalanced_mnist": "Unbalanced MNIST", "synthetic_melt_pool_small": "Thinwall",
+              "thinwall": "Thinwall"} # Ours to the paper's
+_LESIONS = ("minority_digits", "ham10000_small", "ham10000_lesions", "ham10000", "ham10000_224")
+_IMAGES = {"digits": "MNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}
+STANDS_FOR_OF = {"sad": dict.fromkeys(_LESIONS, "HAM10000"), "adaptive_noise": _IMAGES,
+                 "sanitization": _IMAGES} # Where a paper has data sets of its own
 
 # %% ../../nbs/papers/results.ipynb #587bb783
-COLUMNS = ("paper", "items", "dataset", "method", "accounting", "target_epsilon", "seed", "accuracy", "certified_epsilon", "file") # of the table
+COLUMNS = ("paper", "items", "dataset", "method", "accounting", "target_epsilon", "seed", "accuracy",
+           "certified_epsilon", "file") # Of the table
 
 def items_of(
     spec:RunSpec, # The run
@@ -57,26 +63,31 @@ def index_row(
     record:RunRecord, # A reference record
 )->dict: # `COLUMNS` to text
     "The row of a record."
-    spec, epsilons = record.spec, [float(c["epsilon"]) for c in record.budget["certified"].values()]
-    found = {"paper": spec.paper, "items": items_of(spec), "dataset": spec.dataset, "method": spec.method.name,
-             "accounting": spec.accounting, "seed": spec.seed, "accuracy": f"{record.final['test_accuracy']:.6f}"}
-    found["target_epsilon"] = "none" if spec.target_epsilon is None else f"{spec.target_epsilon:.6g}"
-    found["certified_epsilon"] = f"{min(epsilons):.6g}" if epsilons else "none"
-    return found | {"file": result_path(spec, "").as_posix()}
+    spec, target = record.spec, record.spec.target_epsilon
+    epsilons = [float(c["epsilon"]) for c in record.budget["certified"].values()]
+    return {"paper": spec.paper, "items": items_of(spec), "dataset": spec.dataset,
+            "method": spec.method.name, "accounting": spec.accounting, "seed": spec.seed,
+            "target_epsilon": "none" if target is None else f"{target:.6g}",
+            "accuracy": f"{record.final['test_accuracy']:.6f}",
+            "certified_epsilon": f"{min(epsilons):.6g}" if epsilons else "none",
+            "file": result_path(spec, "").as_posix()}
 
 # %% ../../nbs/papers/results.ipynb #267d0b10
 def index_text(
     records:Iterable[RunRecord], # All reference records
 )->str: # CSV, sorted
     "The table of records."
-    def order(row): return [row[n] for n in ("paper", "dataset", "method", "accounting")] + [_number(row), int(row["seed"]), row["file"]]
+    def order(row):
+        words = [row[name] for name in ("paper", "dataset", "method", "accounting")]
+        return [*words, _number(row), int(row["seed"]), row["file"]]
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
     table.writerows(sorted(map(index_row, records), key=order))
     return text.getvalue()
 
-def _number(row): return float("inf" if row["target_epsilon"] == "none" else row["target_epsilon"])
+def _number(row):
+    return float("inf" if row["target_epsilon"] == "none" else row["target_epsilon"])
 
 def write_index(
     results:Path, # Folder of reference records
@@ -104,15 +115,18 @@ def read_records(
 )->list: # RunRecords, sorted by data set, accounting, target, method and seed
     "Every finished record in a folder; of reference records those that the table lists."
     runs = Path(runs)
-    paths = _listed(runs, wanted) if (runs/"index.csv").is_file() else sorted(runs.rglob("record.json"))
+    has_index = (runs/"index.csv").is_file()
+    paths = _listed(runs, wanted) if has_index else sorted(runs.rglob("record.json"))
     def order(record):
-        spec = record.spec
-        return spec.paper, spec.dataset, spec.accounting, spec.target_epsilon, spec.method.name, spec.seed, spec.name
+        s = record.spec
+        return s.paper, s.dataset, s.accounting, s.target_epsilon, s.method.name, s.seed, s.name
     return sorted(map(read_record, paths), key=order)
 
 def _listed(results, wanted):
-    with open(results/"index.csv", encoding="utf-8", newline="") as table: rows = list(csv.DictReader(table))
-    return [results/row["file"] for row in rows if all(row[name] == value for name, value in wanted.items())]
+    with open(results/"index.csv", encoding="utf-8", newline="") as table:
+        rows = list(csv.DictReader(table))
+    def fits(row): return all(row[name] == value for name, value in wanted.items())
+    return [results/row["file"] for row in rows if fits(row)]
 
 def reference_of(
     paper:str, # Its short name
@@ -124,5 +138,6 @@ def reference_of(
     "The committed records of a paper on real data."
     places = (place/folder for place in (Path.cwd(), *Path.cwd().parents))
     found = next((place for place in places if (place/"index.csv").is_file()), None)
-    wanted = {name: value for name, value in dict(paper=paper, dataset=dataset, method=method).items() if value}
+    asked = {"paper": paper, "dataset": dataset, "method": method}
+    wanted = {name: value for name, value in asked.items() if value}
     return read_records(found, **wanted) if found else []

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..budgets.schedules import PoissonPlan
 from .multipliers import calibration_key, first_multipliers
 from .records import RunRecord
-from .spec import RunSpec, build_method, run_spec
+from .spec import build_method, require, run_spec
 from .training import train
 
 # %% ../../nbs/training/grid.ipynb #d018cbcc
@@ -35,7 +35,8 @@ class Profile:
     @property
     def run_values(self)->dict: # Names of fields of a RunSpec to values
         "The values that every run of the profile has."
-        names = ("dataset", "model", "epochs", "expected_batch_size", "learning_rate", "delta", "loss")
+        names = ("dataset", "model", "epochs", "expected_batch_size", "learning_rate", "delta",
+                 "loss")
         return {name: getattr(self, name) for name in names}
 
     def plan_of(self,
@@ -51,26 +52,28 @@ def named_profile(
     stands_for:str, # The paper's name of the data set
 )->Profile: # The sizes
     "The named profile for one of a paper's data sets."
-    if name not in profiles: raise ValueError(f"profile must be one of {', '.join(profiles)}, got profile={name!r}")
-    known = ", ".join(profiles[name])
-    if stands_for in profiles[name]: return profiles[name][stands_for]
-    raise ValueError(f"stands_for must be one of {known} in profile {name}, got stands_for={stands_for!r}")
+    require(name in profiles, "profile", f"one of {', '.join(profiles)}", name)
+    known = f"one of {', '.join(profiles[name])} in profile {name}"
+    require(stands_for in profiles[name], "stands_for", known, stands_for)
+    return profiles[name][stands_for]
 
 # %% ../../nbs/training/grid.ipynb #ee694cc6
 def specs_of(
     profile:Profile, # Sizes
-    cells:list, # (values of a run, accounting, target epsilon) each; accounting "none" without privacy
+    cells:list, # (values of a run, accounting, target epsilon) each; accounting "none": no privacy
     *,
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
     workers:int=-1, # Processes; -1 is one a core
 )->list: # One list of RunSpecs a cell, a spec a seed
     "The runs of cells, each with the noise that its accounting gives."
-    keys = [calibration_key(values, profile.plan_of(values), *asked) for values, *asked in cells if asked[0] != "none"]
+    private = [cell for cell in cells if cell[1] != "none"]
+    keys = [calibration_key(values, profile.plan_of(values), *asked) for values, *asked in private]
     found, specs = iter(first_multipliers(keys, runs, workers)), []
     for values, accounting, target in cells:
-        noise = {} if accounting == "none" else build_method(**values).calibrated(next(found)) | {"target_epsilon": target}
-        values = values | noise | {"accounting": accounting}
-        specs.append([run_spec(**values, seed=seed) for seed in range(profile.seeds)])
+        said = values | {"accounting": accounting}
+        if accounting != "none":
+            said |= build_method(**values).calibrated(next(found)) | {"target_epsilon": target}
+        specs.append([run_spec(**said, seed=seed) for seed in range(profile.seeds)])
     return specs
 
 # %% ../../nbs/training/grid.ipynb #fa3b6317
@@ -83,8 +86,10 @@ def run_grid(
     "Train what has no record yet, on local processes; return every record."
     folder, records = Path(runs).resolve(), {}
     todo = sorted(specs, key=lambda spec: spec.seed) # Other seeds find the first one's budget kept
-    jobs = Parallel(n_jobs=workers, return_as="generator_unordered")(delayed(_one)(spec, folder) for spec in todo)
-    for record in tqdm(jobs, total=len(specs), desc="runs", unit="run"): records[record.spec] = record
+    parallel = Parallel(n_jobs=workers, return_as="generator_unordered")
+    jobs = parallel(delayed(_one)(spec, folder) for spec in todo)
+    for record in tqdm(jobs, total=len(specs), desc="runs", unit="run"):
+        records[record.spec] = record
     return [records[spec] for spec in specs]
 
 # %% ../../nbs/training/grid.ipynb #186a0110

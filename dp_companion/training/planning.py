@@ -28,8 +28,8 @@ def poisson_plan(
     size, batch = len(data.train_labels), spec.expected_batch_size
     plan = PoissonPlan(dataset_size=size, expected_batch_size=batch, epochs=spec.epochs)
     if all(plan.steps_per_epoch): return plan
-    raise ValueError(f"expected_batch_size must leave a step to every epoch, got expected_batch_size={batch} "
-                     f"of {size} records; use at most {size//2}")
+    raise ValueError("expected_batch_size must leave a step to every epoch, "
+                     f"got expected_batch_size={batch} of {size} records; use at most {size//2}")
 
 # %% ../../nbs/training/planning.ipynb #4d7d4a2f
 def step_bounds(
@@ -60,11 +60,12 @@ def check_step(
     if bounds is None: return
     due = rule_of_step(rule, bounds, step).sensitivity
     if report.sensitivity == due: return
-    raise RuntimeError(f"applied sensitivity must equal the {due} of step {step}, got {report.sensitivity}; "
-                       "this run certifies nothing")
+    raise RuntimeError(f"applied sensitivity must equal the {due} of step {step}, "
+                       f"got {report.sensitivity}; this run certifies nothing")
 
 # %% ../../nbs/training/planning.ipynb #563c82c1
-DECIDES = ("budgets/*.py", "algorithms/*.py", "training/multipliers.py", "training/spec.py", "papers/*/*.py") # Modules that a kept budget comes from; joblib looks at the function's own lines alone
+DECIDES = ("budgets/*.py", "algorithms/*.py", "training/multipliers.py", "training/spec.py",
+           "papers/*/*.py") # A kept budget comes from these; joblib looks at a function's own lines
 
 def cached(
     function, # A pure function of plain values
@@ -96,7 +97,8 @@ def budget_report(
     events, claimed = spec.method.events(plan, classes), spec.method.claim(plan, delta=spec.delta)
     certified = certify(events, delta=spec.delta)
     preconditions = claimed.preconditions if claimed else ()
-    return BudgetReport(claimed=claimed, certified=certified, events=events, preconditions=preconditions, **unit)
+    return BudgetReport(claimed=claimed, certified=certified, events=events,
+                        preconditions=preconditions, **unit)
 
 # %% ../../nbs/training/planning.ipynb #d7cd18fb
 def check_target(

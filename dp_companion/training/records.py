@@ -75,24 +75,26 @@ def find_record(
     if not path.exists(): return None
     record = read_record(path)
     if record.spec.name == spec.name: return record
-    raise ValueError(f"record must be of run {spec.name}, got another spec in {path}; delete that file and run again")
+    raise ValueError(f"record must be of run {spec.name}, got another spec in {path}; "
+                     "delete that file and run again")
 
 # %% ../../nbs/training/records.ipynb #4efadb30
-LISTED = "application/vnd.dp-companion.records+json" # the output type in which a page lists the names of its runs
+LISTED = "application/vnd.dp-companion.records+json" # Output type in which a page lists its runs
 
 # %% ../../nbs/training/records.ipynb #a3671fdb
-PACKAGES = ("dp-companion", "torch", "opacus", "dp-accounting", "numpy", "scikit-learn") # whose versions a record names
+PACKAGES = ("dp-companion", "torch", "opacus", "dp-accounting", "numpy", "scikit-learn") # Of a record
 
 # %% ../../nbs/training/records.ipynb #66c3fd65
-def commit()->str: # 12 hexadecimal digits, with "+changes" where the working tree differs; "unknown" outside a checkout
+def commit()->str: # 12 hexadecimal digits, perhaps "+changes"; "unknown" outside a checkout
     "The git commit of the code that runs."
     here = Path(__file__).parent if "__file__" in globals() else Path.cwd()
-    def git(*args): return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
+    def git(*args):
+        return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
     try:
         head, known = git("rev-parse", "--short=12", "HEAD"), git("ls-files", "--error-unmatch", ".")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)dp_companion/*.py")
     except OSError: return "unknown"
-    if head.returncode or known.returncode: return "unknown" # an installation inside somebody else's repository
+    if head.returncode or known.returncode: return "unknown" # inside somebody else's repository
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 # %% ../../nbs/training/records.ipynb #a40bdb0e

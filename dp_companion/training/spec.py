@@ -25,7 +25,7 @@ from ..budgets.schedules import LARGEST, Constant, PoissonPlan, Schedule, schedu
 # %% ../../nbs/training/spec.ipynb #f340ea6f
 REVISION = 2 # Part of every hash; raised when training changes so that old records no longer come out
 NAMED_DIGITS = 6 # Of a number in a hash
-ACCOUNTINGS = ("as_printed", "certified") # Which formula chose the initial noise multiplier
+ACCOUNTINGS = ("as_printed", "certified") # Which formula chose the initial multiplier
 LARGEST_COUNT = 10**6 # Every count of a spec is below it, so that memory holds what is counted
 
 # %% ../../nbs/training/spec.ipynb #df1a69e5
@@ -74,10 +74,10 @@ def require_word(
 @dataclass(frozen=True, kw_only=True)
 class Method:
     "DP-SGD as a paper runs it: plain values, and what the trainer and the accountant ask."
-    name:str # As the paper's tables name it, for example "DP-SGD-Global-Adapt-V2-S"
-    clip_rule:str="none" # A key of `rules`, or "none" for ordinary training without privacy
+    name:str # As the paper's tables name it, for example "DP-SGD"
+    clip_rule:str="none" # A key of `rules`, or "none" for training without privacy
     max_grad_norm:float=1. # Clipping bound; the lower one, c0, where the rule has two
-    noise_multiplier:float|None=None # Initial noise std over the sensitivity; None without privacy
+    noise_multiplier:float|None=None # Initial noise std over the sensitivity; None: no privacy
     rules:ClassVar[dict] = RULES # Names to classes of clipping rules
     reports_groups:ClassVar[bool] = False # Whether records have the metrics of minority classes
 
@@ -216,9 +216,11 @@ class DecayingMethod(Method):
         return self.decay == "step"
     def check(self, spec):
         super().check(spec)
-        require(self.decay in self.decays, "decay", f"one of {', '.join(self.decays)}", self.decay)
+        known = f"one of {', '.join(self.decays)}"
+        require(self.decay in self.decays, "decay", known, self.decay)
         has_rate, is_given = self.decay != "none", self.decay_rate is not None
-        require(has_rate == is_given, "decay_rate", "given exactly when there is a decay", self.decay_rate)
+        when = "given exactly when there is a decay"
+        require(has_rate == is_given, "decay_rate", when, self.decay_rate)
         when = "given exactly when noise or bound falls in steps"
         require(self.drops == (self.drop_every is not None), "drop_every", when, self.drop_every)
         require_count(self, *["drop_every"]*self.drops)

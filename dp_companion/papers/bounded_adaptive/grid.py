@@ -10,12 +10,12 @@ from ...training.grid import Profile, named_profile
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #13908c16
 BOUNDED_PROFILES = {"digits": {"Skewed MNIST": Profile(
-    dataset="minority_digits", model="unbalanced_mnist_cnn", dataset_size=939, epochs=8, expected_batch_size=64,
+    dataset="minority_digits", model="unbalanced_mnist_cnn", dataset_size=939, epochs=16, expected_batch_size=64,
     learning_rate=1., seeds=3, delta=1e-3)}} # minutes
 BOUNDED_METHODS = {
     "DP-SGD": dict(clip_rule="flat"),
-    "Adaptive": dict(clip_rule="quantile"),
-    "Bounded adaptive": dict(clip_rule="bounded_quantile", least_max_grad_norm=.5),
+    "Adaptive": dict(clip_rule="quantile", learning_rate=.3),
+    "Bounded adaptive": dict(clip_rule="bounded_quantile", learning_rate=.3, least_max_grad_norm=.5),
 } # constant clipping; Andrew et al. 2021; the paper's
 
 def bounded_profile(
