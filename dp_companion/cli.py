@@ -171,7 +171,7 @@ def run(
 ):
     """Train one run, or find its record.
 
-    The file has the fields of dp_companion.training.records.RunSpec, as the "spec" of any record.json has, such as {"paper": "global_adapt_v2", "method": "DP-SGD", "dataset": "digits", "model": "mnist_cnn", "clip_rule": "flat", "noise_multiplier": 1.1, "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64, "seed": 0}. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
+    The file has the fields of dp_companion.training.spec.RunSpec, as the "spec" of any record.json has, such as {"paper": "global_adapt_v2", "method": {"name": "DP-SGD", "clip_rule": "flat", "noise_multiplier": 1.1}, "dataset": "digits", "model": "mnist_cnn", "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64, "seed": 0}. A run that was stopped is resumed at its last epoch and ends with the same record. `calibrate` gives the noise_multiplier of a certified spec.
     """
     from dp_companion.training.records import read_record, record_path, spec_from_dict
     from dp_companion.training.training import train
@@ -216,8 +216,8 @@ def _attacked(record, runs, draws): # A run with a sanitization layer has attack
     from dataclasses import replace
     from dp_companion.audits.runs import audit_runs, released_events
     fresh = replace(record, budget={**record.budget, "empirical": None})
-    if record.spec.layer_below is None: released_events(record)
-    with _waiting("attack"): record, = audit_runs([fresh], runs, draws=draws, workers=1) if record.spec.layer_below is None else _layers(fresh, runs)
+    if not getattr(record.spec.method.name, "layer_below", None): released_events(record)
+    with _waiting("attack"): record, = audit_runs([fresh], runs, draws=draws, workers=1) if not getattr(record.spec.method.name, "layer_below", None) else _layers(fresh, runs)
     return record
 
 def _layers(record, runs):
@@ -249,12 +249,13 @@ def tables(
     """
     from dp_companion.published import load
     from dp_companion.papers.global_adapt_v2.grid import of_profile, profile_named
-    from dp_companion.papers.tables import beside_published, for_print, read_records, summarise
+    from dp_companion.papers.tables import beside_published, for_print, summarise
+    from dp_companion.papers.results import read_records
     item = re.sub(r"(?i)^(table|t)?\s*(\d+)$", r"Table \2", item.strip())
     methods = set(load("global_adapt_v2").query("item == @item")["method"])
     if item not in ("Table 4", "Table 13"): raise ValueError(f"item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item={item!r}")
     if not runs.is_dir(): raise ValueError(f"runs must be a folder of runs, got {runs}; say which with --runs, or train some with dp-companion reproduce")
-    found = [r for r in read_records(runs) if r.spec.method in methods]
+    found = [r for r in read_records(runs) if r.spec.method.name in methods]
     ours = of_profile(found, profile_named(profile.value))
     if found and not ours: raise ValueError(f"runs must hold at least one of profile {profile.value}, got {len(found)} of other sizes in {runs}; say which with --profile")
     table = beside_published(summarise(ours), item=item)

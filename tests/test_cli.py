@@ -14,7 +14,8 @@ from dp_companion.site import notebooks
 from dp_companion.site.page_keys import execution_key, is_experiment, is_kept, page_parameters
 
 SETTING = "--decay step --decay-rate 0.5 --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000 --delta 1e-5".split()
-SMALL = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
+FLAT = dict(name="DP-SGD", clip_rule="flat", noise_multiplier=2.)
+SMALL = dict(paper="global_adapt_v2", method=FLAT, dataset="digits", model="mnist_cnn", accounting="as_printed",
              target_epsilon=1., epochs=1, expected_batch_size=128, seed=0) # A spec that trains in a second
 
 
@@ -108,7 +109,7 @@ def test_run_refuses_an_unknown_name(tmp_path):
                                                   ({"stability": .1}, "stability must be left out for clip_rule=flat, which has none, got stability=0.1")])
 def test_run_refuses_what_its_rule_would_not_use(tmp_path, monkeypatch, change, sentence):
     monkeypatch.chdir(tmp_path)
-    (tmp_path/"spec.json").write_text(json.dumps(SMALL | change))
+    (tmp_path/"spec.json").write_text(json.dumps(SMALL | {"method": FLAT | change}))
     status, out, err = terminal("run", "spec.json")
     assert (status, out) == (2, "") and err.count("\n") == 1 and sentence in err and not list(tmp_path.glob("runs/*/record.json"))
 
@@ -134,8 +135,9 @@ def test_run_trains_and_is_found(tmp_path, monkeypatch):
 
 
 def test_audit_writes_what_an_attack_achieves(tmp_path):
-    values = dict(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
-    (tmp_path/"spec.json").write_text(json.dumps({**values, "clip_rule": "flat", "noise_multiplier": .8, "accounting": "certified", "target_epsilon": 8.}))
+    values = dict(paper="global_adapt_v2", method=FLAT | {"noise_multiplier": .8}, dataset="digits", model="mnist_cnn", epochs=1,
+                  expected_batch_size=256, seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps({**values, "accounting": "certified", "target_epsilon": 8.}))
     status, out, _ = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"), "--draws", "2000", "--json")
     said = json.loads(out)
     assert status == 0 and 0 < said["empirical"]["epsilon"] <= said["certified"]["pld"]["epsilon"] and said["empirical"]["draws"] == 2000
@@ -149,8 +151,8 @@ def test_audit_writes_what_an_attack_achieves(tmp_path):
 
 
 def test_audit_refuses_what_has_no_noise(tmp_path):
-    values = dict(paper="global_adapt_v2", method="Non-DP", dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
-    (tmp_path/"spec.json").write_text(json.dumps({**values, "clip_rule": "none", "accounting": "none"}))
+    values = dict(paper="global_adapt_v2", method={"name": "Non-DP"}, dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps({**values, "accounting": "none"}))
     status, _, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
     assert status == 2 and "noisy queries" in err and err.count("\n") == 1, err
 
@@ -167,10 +169,10 @@ def test_audit_of_a_paper_s_headline():
 @pytest.mark.slow
 def test_audit_of_a_sanitized_run(tmp_path):
     from dataclasses import asdict, replace
-    from dp_companion.training.records import RunSpec
+    from dp_companion.training.records import run_spec
     from dp_companion.papers.sanitization.grid import layer_profile, printed_values
-    spec = RunSpec(**printed_values(replace(layer_profile("digits"), epochs=1, expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
-    (tmp_path/"spec.json").write_text(json.dumps({k: v for k, v in asdict(spec).items() if v is not None}))
+    spec = run_spec(**printed_values(replace(layer_profile("digits"), epochs=1, expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
+    (tmp_path/"spec.json").write_text(json.dumps(asdict(spec)))
     status, out, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"), "--json")
     assert status == 0, err
     said = json.loads(out)
@@ -250,12 +252,12 @@ def test_a_fault_of_a_training_keeps_its_stack(tmp_path, monkeypatch):
 
 
 def test_tables_say_that_runs_are_of_other_sizes(root):
-    status, out, err = terminal("tables", "Table 13", "--runs", str(root/"results"/"laptop"), "--profile", "digits")
+    status, out, err = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile", "digits")
     assert (status, out) == (2, "") and "of other sizes" in err and "--profile" in err and "got none" not in err
 
 
 def test_tables_say_whose_data_and_names_they_have(root):
-    status, out, _ = terminal("tables", "Table 13", "--runs", str(root/"results"/"laptop"), "--profile", "laptop")
+    status, out, _ = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile", "laptop")
     assert status == 0 and out.startswith("Paper global_adapt_v2, Table 13, on MNIST; ours on mnist. V2 is DP-SGD-Global-Adapt-V2; ")
 
 

@@ -19,7 +19,7 @@ from dp_companion.training.ham10000 import CLASSES, COLUMNS, PUBLISHED_COUNTS, h
 from dp_companion.training.image_folders import cache_root, decoded
 from dp_companion.training.imbalance import imbalance_metrics, noisy_class_counts, public_class_weights
 from dp_companion.training.planning import budget_report
-from dp_companion.training.records import RunSpec
+from dp_companion.training.records import run_spec
 
 DX = list(CLASSES)
 
@@ -219,7 +219,7 @@ def test_few_images_of_a_lesion(tmp_path, most):
 def test_unit_of_a_run(tmp_path):
     sizes = [sad_profile("laptop", name) for name in ("HAM10000", "HAM10000, lesions")]
     for size, unit in zip(sizes, ("image", "lesion")):
-        spec = RunSpec(**sad_values(size, "DP-SGD"), accounting="certified", target_epsilon=3., noise_multiplier=1., seed=0)
+        spec = run_spec(**sad_values(size, "DP-SGD"), accounting="certified", target_epsilon=3., noise_multiplier=1., seed=0)
         report = budget_report(spec, size.plan_of(size.run_values), 7, certify=lambda *_, **__: {})
         assert report.privacy_unit == unit and report.events[0].sample_rate == pytest.approx(256/size.dataset_size)
 

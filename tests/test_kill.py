@@ -8,11 +8,13 @@ from filelock import FileLock
 
 from dp_companion.cli import main
 from dp_companion.training import training
-from dp_companion.training.records import record_path, spec_from_dict
+from dp_companion.training.records import record_path
+from dp_companion.training.spec import spec_from_dict
 
-SPEC = dict(paper="global_adapt_v2", method="DP-SGD-Global-Adapt-V2-S", dataset="digits", model="mnist_cnn", clip_rule="global_adapt_v2", strict_max_grad_norm=3.,
-            bound_decay_rate=.5, noise_multiplier=3., decay="step", decay_rate=.5, drop_every=2, accounting="as_printed", target_epsilon=1., epochs=12,
-            expected_batch_size=64, seed=0)
+METHOD = dict(name="DP-SGD-Global-Adapt-V2-S", clip_rule="global_adapt_v2", strict_max_grad_norm=3., bound_decay_rate=.5,
+              noise_multiplier=3., decay="step", decay_rate=.5, drop_every=2)
+SPEC = dict(paper="global_adapt_v2", method=METHOD, dataset="digits", model="mnist_cnn", accounting="as_printed",
+            target_epsilon=1., epochs=12, expected_batch_size=64, seed=0)
 
 
 def start(processes, folder):

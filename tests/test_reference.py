@@ -1,6 +1,5 @@
-"The committed records of real data are what today's grids and calibrations ask for."
+"The committed records of real data are what today's grids and calibrations ask for, and the index lists them all."
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 
@@ -8,30 +7,47 @@ from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.papers.global_adapt_v2.grid import PROFILES
 from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
 from dp_companion.papers.sad.grid import SAD_PROFILES
-from dp_companion.training.multipliers import asked_of, first_multiplier, shared_with_loss
+from dp_companion.training.multipliers import calibration_key, first_multiplier
+from dp_companion.papers.adaptive_noise.method import shared_with_loss
 from dp_companion.papers.sanitization.grid import LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
-from dp_companion.papers.tables import read_records
+from dp_companion.papers.results import index_text, read_records, result_path, slug
+from dp_companion.training.records import read_record
 
 NOISE = ("noise_multiplier", "signal_noise", "layer_noise_multiplier") # what calibration gives
 GIVEN = ("accounting", "target_epsilon", "seed", *NOISE)
 
 
 @pytest.fixture(scope="module")
-def specs(root): return [r.spec for r in read_records(root/"results"/"laptop")]
+def records(root): return {path: read_record(path) for path in (root/"results").glob("*/*/*/*.json")}
 
 
-def values_of(spec): return {name: value for name, value in asdict(spec).items() if name not in GIVEN and value is not None}
+@pytest.fixture(scope="module")
+def specs(records): return [r.spec for r in records.values()]
+
+
+def values_of(spec): return {name: value for name, value in spec.values.items() if name not in GIVEN and value is not None}
 
 
 def question(spec):
     "What the first multiplier of a run depends on."
     sizes = {p.dataset: p.dataset_size for profiles in (PROFILES, SAD_PROFILES, ADAPTIVE_PROFILES) for p in profiles["laptop"].values()}
     plan = PoissonPlan(dataset_size=sizes[spec.dataset], expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
-    return asked_of(values_of(spec), plan, spec.accounting, spec.target_epsilon)
+    return calibration_key(values_of(spec), plan, spec.accounting, spec.target_epsilon)
+
+
+def test_the_index_lists_every_record_and_no_other(root, records):
+    assert (root/"results"/"index.csv").read_text(encoding="utf-8") == index_text(records.values())
+    assert {path for path, r in records.items() if path != result_path(r.spec, root/"results")} == set()
+
+
+def test_records_are_found_by_paper_data_set_and_method(root, records):
+    found = read_records(root/"results", paper="sad", dataset="ham10000_small", method="SAD-DPSGD")
+    alike = [path for path in records if path.parts[-4:-1] == ("sad", "ham10000_small", slug("SAD-DPSGD"))]
+    assert len(found) == len(alike) > 3 and {r.spec.method.name for r in found} == {"SAD-DPSGD"}
 
 
 def test_no_run_stands_twice_with_different_noise(specs):
-    runs = Counter(tuple((k, v) for k, v in asdict(s).items() if k not in NOISE) for s in specs)
+    runs = Counter(tuple((k, v) for k, v in s.values.items() if k not in NOISE) for s in specs)
     assert len(specs) > 200 and [dict(run)["method"] for run, times in runs.items() if times > 1] == []
 
 
@@ -40,8 +56,8 @@ def test_gradients_have_the_noise_that_is_calibrated_today(specs):
     asked = {s: question(s) for s in specs if s.paper != "sanitization" and s.accounting != "none"}
     found = {key: first_multiplier(*key) for key in dict.fromkeys(asked.values())}
     for spec, key in asked.items():
-        today = shared_with_loss(found[key]) if spec.adapt_to == "loss" else {"noise_multiplier": found[key]}
-        for name, value in today.items(): assert getattr(spec, name) == pytest.approx(value, rel=1e-6), (spec.paper, spec.method, spec.target_epsilon)
+        today = shared_with_loss(found[key]) if spec.method.adapt_to == "loss" else {"noise_multiplier": found[key]}
+        for name, value in today.items(): assert getattr(spec.method, name) == pytest.approx(value, rel=1e-6), (spec.paper, spec.method.name, spec.target_epsilon)
 
 
 @pytest.mark.slow

@@ -9,15 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dp_companion.papers.global_adapt_v2.grid import run_grid
+from dp_companion.training.grid import run_grid
 from dp_companion.site.notebooks import committed_keys, execute_all, refresh_pages
 from dp_companion.site.page_keys import KEPT
 
 KERNEL = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
 PAGE = ["x = 1 + 1\nx"]
 SPECS = """from dp_companion.papers.global_adapt_v2.grid import run_grid
-from dp_companion.training.records import RunSpec
-specs = [RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
+from dp_companion.training.records import run_spec
+specs = [run_spec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", noise_multiplier=2., accounting="as_printed",
                  target_epsilon=1., epochs=3, expected_batch_size=128, seed=seed) for seed in range(3)]"""
 EXPERIMENT = ["profile = 'digits'\nruns = 'runs'", "from dp_companion.site.parameters import saw\nsaw(profile=profile, runs=runs)",
               f"{SPECS}\nfrom dp_companion.papers.tables import provenance_line\nprovenance_line(run_grid(specs, runs, workers=1), profile)"]

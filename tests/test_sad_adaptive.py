@@ -16,10 +16,10 @@ from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.training.datasets import load_dataset
-from dp_companion.papers.global_adapt_v2.grid import specs_of
+from dp_companion.training.grid import specs_of
 from dp_companion.papers.adaptive_noise.grid import adaptive_profile, adaptive_values
 from dp_companion.papers.sad.grid import SAD_METHODS, TABLE_II, sad_profile, sad_values
-from dp_companion.training.records import RunSpec, read_record, record_path
+from dp_companion.training.records import read_record, record_path, run_spec
 from dp_companion.training.run import Run
 from dp_companion.training.training import train
 
@@ -32,7 +32,7 @@ SAD_VALUES = {m: sad_values(sad_profile("digits"), m, **SMALL) for m in SAD_METH
 
 
 def spec_of(values, noise_multiplier=3., target_epsilon=3., seed=0):
-    return RunSpec(**values, accounting="certified", noise_multiplier=noise_multiplier, target_epsilon=target_epsilon, seed=seed)
+    return run_spec(**values, accounting="certified", noise_multiplier=noise_multiplier, target_epsilon=target_epsilon, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_the_printed_algorithm_is_as_private_as_twice_its_bound_says():
 @pytest.mark.parametrize("changes, sentence", [
     (dict(stages=None), "stages must be given exactly when decay=stages"), (dict(stage_ratio=None), "stage_ratio must be given exactly when decay=stages"),
     (dict(stages=0), "stages must be a whole number > 0"), (dict(bound_ratio=-1.), "bound_ratio must be a finite number > 0"), (dict(decay_rate=math.nan), "decay_rate must be a finite number > 0"),
-    (dict(noise_floor=.5), "noise_floor must be given exactly when the noise follows a signal"), (dict(adapt_to="loss", noise_floor=.5, signal_noise=4.), "adapt_to must be None unless decay=none"),
+    (dict(noise_floor=.5), "spec must hold only known names, got 'noise_floor'"), (dict(adapt_to="loss"), "spec must hold only known names, got 'adapt_to'; the nearest known name is"),
     (dict(stage_ratio=1.2), "stage_ratio must be in"),
 ])
 def test_a_spec_says_what_is_wrong_with_it(changes, sentence):
@@ -192,9 +192,9 @@ def test_a_spec_whose_noise_follows_says_what_is_wrong_with_it(changes, sentence
 
 
 def test_a_run_that_cannot_be_is_refused_before_it_trains(tmp_path, digits):
+    with pytest.raises(ValueError, match="clip_rule must be one of none, flat"): spec_of({**SAD, "clip_rule": "scissors"})
     for spec, sentence in ((spec_of(SAD, noise_multiplier=.3), "noise_multiplier must be certified for target_epsilon=3.0"),
-                           (spec_of({**SAD, "stages": 500}), "length must be enough for one step in each of 500 stages"),
-                           (spec_of({**SAD, "clip_rule": "scissors"}), "clip_rule must be one of none, flat")):
+                           (spec_of({**SAD, "stages": 500}), "length must be enough for one step in each of 500 stages")):
         with pytest.raises(ValueError, match=sentence): train(spec, tmp_path, digits)
     with pytest.raises(ValueError, match="initial must be large enough for one step"): train(spec_of(ADAPTIVE["gradient"], noise_multiplier=.1), tmp_path, load_dataset("digits"))
 
@@ -204,7 +204,7 @@ def test_the_grid_of_paper_adaptive_noise_is_certified(tmp_path):
     size = replace(adaptive_profile("digits"), seeds=1, epochs=2)
     cells = [(adaptive_values(size, m, epochs=2), "certified" if t else "none", t) for m, t in (("Non-DP", None), ("DP-SGD", 1.), ("Adaptive DP-SGD, by gradient", 1.), ("Adaptive DP-SGD, by loss", 1.))]
     specs = [cell[0] for cell in specs_of(size, cells, runs=tmp_path, workers=1)]
-    assert [s.accounting for s in specs] == ["none", "certified", "certified", "certified"] and specs[1].noise_multiplier < min(s.noise_multiplier for s in specs[2:])
+    assert [s.accounting for s in specs] == ["none", "certified", "certified", "certified"] and specs[1].method.noise_multiplier < min(s.method.noise_multiplier for s in specs[2:])
 
 
 def test_a_run_does_not_go_on_with_data_of_another_size(digits):

@@ -32,8 +32,7 @@ from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
 from dp_companion.training.losses import build_loss, focal_loss
 from dp_companion.training.models import build_model
 from dp_companion.training.optimizers import LR_SCHEDULERS, OPTIMIZERS, build_lr_scheduler, build_optimizer, observe
-from dp_companion.training.planning import noise_schedule
-from dp_companion.training.records import spec_from_dict
+from dp_companion.training.spec import build_method, run_spec
 from dp_companion.training.run import KERNELS
 from dp_companion.training.training import train
 from oracles.opacus_engines import ORACLES
@@ -376,7 +375,7 @@ def test_every_profile_has_kernels_for_its_network(profiles):
 def test_decays_fall_in_ten_epochs_as_in_a_hundred(method, epochs):
     def fall(name, at):
         said = method_values(profile_named(name), method)
-        shape = noise_schedule(spec_from_dict({**said, "noise_multiplier": 1., "accounting": "as_printed", "target_epsilon": 1., "seed": 0}), None)
+        shape = build_method(**said, noise_multiplier=1.).noise(None)
         return shape.at(at)/shape.at(0)
     assert fall("laptop", epochs//10) == pytest.approx(fall("paper", epochs), rel=1e-12)
 
@@ -393,7 +392,7 @@ def test_a_bound_that_follows_counts_takes_no_schedule(tmp_path, monkeypatch):
 
 def short_run(runs, monkeypatch, device, name="flat", **values):
     monkeypatch.setenv("DP_COMPANION_DEVICE", device)
-    return train(spec_from_dict(dict(paper="global_adapt_v2", method=name, dataset="digits", model="mnist_cnn", clip_rule=name, noise_multiplier=1., accounting="as_printed",
+    return train(run_spec(**dict(paper="global_adapt_v2", method=name, dataset="digits", model="mnist_cnn", clip_rule=name, noise_multiplier=1., accounting="as_printed",
                                      target_epsilon=1., epochs=2, expected_batch_size=128, seed=0) | values), runs)
 
 
@@ -452,22 +451,22 @@ def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
 
 
 def test_a_cell_of_a_table_has_one_noise():
-    from dp_companion.training.records import RunRecord, RunSpec
+    from dp_companion.training.records import RunRecord
     from dp_companion.papers.tables import summarise
     def record(seed, sigma):
-        spec = RunSpec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", accounting="certified", noise_multiplier=sigma, target_epsilon=1., epochs=1, expected_batch_size=64, seed=seed)
+        spec = run_spec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn", clip_rule="flat", accounting="certified", noise_multiplier=sigma, target_epsilon=1., epochs=1, expected_batch_size=64, seed=seed)
         return RunRecord(spec=spec, epochs=[], final={"test_accuracy": .5}, budget={"claimed": None, "certified": {"pld": {"epsilon": 1/sigma}}, "empirical": None}, provenance={})
     table = summarise([record(0, 2.), record(1, 2.), record(0, 1.)])
     assert table[["noise_multiplier", "certified_pld", "seeds"]].values.tolist() == [[2., .5, 2], [1., 1., 1]]
 
 
 def test_reference_records_are_found_from_a_folder_below(monkeypatch):
-    from dp_companion.papers.tables import reference_of
+    from dp_companion.papers.results import reference_of
     here = Path(__file__).parents[1]
     monkeypatch.chdir(here/"nbs"/"papers"/"sad"/"experiments") # As Jupyter does
     below = reference_of("sad")
     monkeypatch.chdir(here)
-    assert below and below == reference_of("sad") and reference_of("sad", Path("no/such/folder")) == []
+    assert below and below == reference_of("sad") and reference_of("sad", folder=Path("no/such/folder")) == []
 
 
 def test_the_sampler_of_24_bits_stays_within_the_target():
@@ -475,10 +474,10 @@ def test_the_sampler_of_24_bits_stays_within_the_target():
     from dataclasses import replace
     from dp_companion.budgets.certified import certify
     from dp_companion.budgets.events import MechanismEvent
-    from dp_companion.papers.tables import reference_of
+    from dp_companion.papers.results import reference_of
     grid, found = 2**24, {}
     for r in reference_of("global_adapt_v2"):
-        if r.spec.accounting == "certified" and r.spec.dataset == "mnist" and r.spec.method in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S"): found[r.spec.method, r.spec.target_epsilon] = r
+        if r.spec.accounting == "certified" and r.spec.dataset == "mnist" and r.spec.method.name in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S"): found[r.spec.method.name, r.spec.target_epsilon] = r
     assert len(found) == 6
     for (_, target), r in found.items():
         events = [MechanismEvent(**e) for e in r.budget["events"]]

@@ -24,7 +24,7 @@ def released_events(
 )->tuple: # MechanismEvents, in order
     "The noisy queries of a run, as its budget saw them."
     events = tuple(MechanismEvent(**event) for event in record.budget["events"])
-    if not events: raise ValueError(f"record must be of a run with noisy queries, got {record.spec.method} without any; nothing protects it, so there is nothing to test")
+    if not events: raise ValueError(f"record must be of a run with noisy queries, got {record.spec.method.name} without any; nothing protects it, so there is nothing to test")
     return events
 
 # %% ../../nbs/audits/runs.ipynb #b3fa62f5

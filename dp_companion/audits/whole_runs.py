@@ -19,7 +19,6 @@ from .canaries import log_likelihood_ratio, worst_norm
 from ..training.datasets import Dataset, load_dataset
 from ..training.records import RunSpec
 from ..training.evaluation import evaluate
-from ..training.planning import rule_at
 from ..training.run import Run, build_network, check_ledger, pinned_kernels
 
 # %% ../../nbs/audits/whole_runs.ipynb #d1f1f3bf
@@ -144,9 +143,9 @@ class MarkedRun(Run):
     def build(self):
         "The network as without canaries, and the layer beside it."
         spec, (channels, _, side) = self.spec, self.shape
-        if not self.is_private or rule_at(spec, 0, self.data.classes).needs_groups:
+        if not self.is_private or spec.method.rule(self.data.classes).needs_groups:
             raise ValueError("clip_rule must be one without groups for gradient canaries, got "
-                f"clip_rule={spec.clip_rule!r}")
+                f"clip_rule={spec.method.clip_rule!r}")
         self.network, pinned = build_network(spec, channels, side,
             self.data.classes), pinned_kernels(spec, side)
         self.model = BesideNetwork(self.network, self.shape, self.marks)
@@ -211,8 +210,9 @@ def attack_training(
     "Train `spec` once with canaries, and score each of them (NHTJ23, SNJ23)."
     if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got "
         f"kind={kind!r}")
-    if spec.adapt_to or spec.layer_below: raise ValueError("spec must be of a run with scheduled "
-        f"noise on gradients alone, got method={spec.method!r}")
+    if spec.method.trainer() or getattr(spec.method, "adapt_to", None):
+        raise ValueError("spec must be of a run with scheduled noise on gradients alone, got "
+            f"method={spec.method.name!r}")
     data = data or load_dataset(spec.dataset)
     target = GradientCanaries(spec, data, canaries=canaries,
         seed=seed) if kind == "gradient" else ImageCanaries(spec, data, canaries=canaries,

@@ -23,7 +23,7 @@ from ..budgets.released_rows import RowRelease, sanitization_report
 from ..budgets.schedules import Constant, PoissonPlan
 from ..budgets.stages import Stages, calibrated, sad_claim
 from ..budgets.units import certify_group, clipped_per_unit
-from ..training.records import RunSpec
+from ..training.records import run_spec
 from .sanitization.grid import claim_of, layer_profile, printed_values, real_values
 from .tables import epsilon_text
 
@@ -91,9 +91,9 @@ def _batch_clip(is_printed)->Headline:
 def _rows(is_printed)->Headline:
     "Rows of the sanitization layer, ResNet-18 on CIFAR-10."
     profile = layer_profile("paper", "CIFAR-10, ResNet-18")
-    spec = RunSpec(**(printed_values(profile) if is_printed else real_values(profile, "One release", target_epsilon=claim_of(profile))), seed=0)
-    release = RowRelease(width=spec.layer_width, noise_multiplier=spec.layer_noise_multiplier, releases=spec.layer_releases or spec.epochs, rows="nonnegative")
-    def budget(): return sanitization_report(release, profile.plan, below=spec.layer_below, delta=spec.delta)
+    spec = run_spec(**(printed_values(profile) if is_printed else real_values(profile, "One release", target_epsilon=claim_of(profile))), seed=0)
+    release = RowRelease(width=spec.method.layer_width, noise_multiplier=spec.method.layer_noise_multiplier, releases=spec.method.layer_releases or spec.epochs, rows="nonnegative")
+    def budget(): return sanitization_report(release, profile.plan, below=spec.method.layer_below, delta=spec.delta)
     setting = f"rows of ResNet-18, {release.releases} a record" + (", trained below" if is_printed else ", public features below")
     return Headline(paper="sanitization", setting=setting, is_printed=is_printed, target=claim_of(profile), unit="features", budget=budget, attack=lambda seed: attack_rows(spec, seed=seed))
 

@@ -74,8 +74,7 @@ def measured_files(
 )->list: # Below results/, beside nbs/, in a fixed order
     "The committed results that a page may show: reference runs of an experiment's paper, and measurements that a page names."
     results = next((p.parent/"results" for p in Path(notebook).resolve().parents if p.name == "nbs"), Path("results"))
-    paper = f'"paper": "{Path(notebook).parent.parent.name}"'.encode()
-    runs = [p for p in results.glob("*/*/record.json") if paper in p.read_bytes()] if is_experiment(notebook) else []
+    runs = [*results.glob(f"{Path(notebook).parent.parent.name}/*/*/*.json")] if is_experiment(notebook) else []
     return sorted(runs + [p for p in results.glob("bench/*.json") if p.name in text])
 
 # %% ../../nbs/site/page_keys.ipynb #b119f4e4

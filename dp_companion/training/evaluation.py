@@ -64,4 +64,4 @@ def further_metrics(
     spec:RunSpec, # The run
 ): # (logits, labels) -> what papers `sad` and `adaptive_noise` report besides; None for the others, whose records stay as they are
     "The metrics that only some papers report."
-    return partial(group_metrics, minority=MINORITY.get(spec.dataset, ())) if spec.paper in ("sad", "adaptive_noise") else None
+    return partial(group_metrics, minority=MINORITY.get(spec.dataset, ())) if spec.method.reports_groups else None

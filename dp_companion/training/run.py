@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'pinned_kernels', 'OrdinaryStep', 'PoissonTraining', 'build_step', 'account', 'step', 'multipliers_ahead',
-           'signal_of', 'epoch_steps', 'planned_ledger', 'check_ledger', 'stream_seed', 'stream', 'build_network',
-           'Run', 'followed', 'finish', 'save_checkpoint']
+           'epoch_steps', 'planned_ledger', 'check_ledger', 'stream_seed', 'stream', 'build_network', 'Run', 'finish',
+           'save_checkpoint']
 
 # %% ../../nbs/training/run.ipynb #55533973
 import math
@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
-from dp_companion.algorithms.adaptive_noise import (BatchStep, following_state, gradient_energy,
-    load_following, released_loss)
 from ..algorithms.checkpoints import check_holds, check_settings, write_checkpoint
 from ..algorithms.engines import per_sample_losses
 from ..algorithms.ledger import Ledger
@@ -31,11 +29,10 @@ from dp_companion.training.evaluation import (bounds, evaluate, evaluate_auc, fu
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
-from .planning import budget_report, noise_schedule, poisson_plan, rule_at
+from .planning import budget_report, check_step, poisson_plan, rule_of_step
+from .planning import step_bounds
 from dp_companion.training.records import (RunRecord, RunSpec, digest, provenance, record_path,
     write_json)
-from dp_companion.training.steering import (check_step, followed_report, following_noise,
-    rule_of_step, stage_bounds)
 
 # %% ../../nbs/training/run.ipynb #d2e7530c
 _SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else
@@ -60,13 +57,9 @@ KERNELS = {
 def pinned_kernels(
     spec:RunSpec, # The run
     side:int, # Of its images, in pixels
-)->dict: # Layer to kernel
+)->dict|None: # Layer to kernel; None: the step times them
     "The kernels that make a run repeat to the bit."
-    if spec.engine != "book": raise ValueError("engine must be 'book', got "
-        f"engine={spec.engine!r}: runs have one way to clip")
-    if (spec.model, side) not in KERNELS: raise ValueError("model must have pinned kernels at "
-        f"{side} pixels, got model={spec.model!r}; add it to KERNELS")
-    return KERNELS[spec.model, side]
+    return KERNELS.get((spec.model, side))
 
 # %% ../../nbs/training/run.ipynb #4e22fb04
 class OrdinaryStep:
@@ -103,10 +96,10 @@ class PoissonTraining:
     ):
         self.spec, self.data, self.plan, self.device = spec, data, plan, device
         self.model, self.optimizer, self.loss, self.noise = model, optimizer, loss, noise
-        is_private = spec.clip_rule != "none"
-        self.multipliers = plan.per_step(noise_schedule(spec, plan)) if is_private else np.zeros(
+        is_private = spec.method.clip_rule != "none"
+        self.multipliers = plan.per_step(spec.method.noise(plan)) if is_private else np.zeros(
             plan.steps)
-        self.bounds, self.following = stage_bounds(spec, plan), following_noise(spec, plan)
+        self.bounds, self.following = step_bounds(spec, plan), spec.method.following(spec, plan)
         self.ledger, self.nonprivate_nonfinite_samples = Ledger(), 0
         self.watchers = [] # Called before each step; what they give back is called with its report
         self.batches = PoissonBatches(plan, GaussianNoise(generator=sampling),
@@ -122,10 +115,10 @@ def build_step(
 ): # `PrivateStep`, or `OrdinaryStep` without privacy
     "The step that a training takes."
     spec, model, optimizer = training.spec, training.model, training.optimizer
-    if spec.clip_rule == "none": return OrdinaryStep(model, optimizer, spec.expected_batch_size)
-    rule = rule_at(spec, 0, training.data.classes)
-    if spec.clip_rule == "batch": return BatchStep(model, optimizer, clip_rule=rule,
-        generator=training.noise)
+    if spec.method.clip_rule == "none": return OrdinaryStep(model, optimizer,
+        spec.expected_batch_size)
+    if (own := spec.method.step(training)) is not None: return own
+    rule = spec.method.rule(training.data.classes)
     return PrivateStep(model, optimizer, clip_rule=rule,
         expected_batch_size=spec.expected_batch_size, generator=training.noise, kernels=kernels)
 
@@ -137,7 +130,7 @@ def account(
     "Write the next step down, with all that it asks, before its noise is drawn."
     training.batches.check_step()
     if training.following: training.ledger.add((training.following.event(noise_multiplier),))
-    elif training.spec.clip_rule != "none":
+    elif training.spec.method.clip_rule != "none":
         training.ledger.add_step(training.step.clip_rule, noise_multiplier,
             training.plan.sample_rate)
     training.batches.begin_step()
@@ -163,7 +156,7 @@ def step(
     check_step(report, rule, training.bounds, t)
     training.batches.end_step()
     for look in looks: look(report)
-    if training.following: training.following.see(signal_of(training, report))
+    if training.following: training.following.see_step(training, report)
     training.lr.step()
     training.nonprivate_nonfinite_samples += report.nonprivate_not_finite
     return report
@@ -175,17 +168,6 @@ def multipliers_ahead(
     "The multiplier of each step, taken from the schedule or granted by the filter."
     if training.following: yield from iter(training.following.next, None)
     else: yield from training.multipliers[training.batches.steps_taken:].tolist()
-
-def signal_of(
-    training:PoissonTraining, # Whose step was just taken
-    report:StepReport, # Of that step
-)->float: # What the noise follows; private
-    "What a step released for the noise to follow."
-    spec = training.spec
-    if spec.adapt_to == "gradient_norm": return gradient_energy(training.model, report.noise_std)
-    return released_loss(report.nonprivate_losses, bound=2*math.log(training.data.classes),
-        noise_multiplier=spec.signal_noise, expected_batch_size=spec.expected_batch_size,
-        generator=training.noise)
 
 def epoch_steps(
     training:PoissonTraining, # Between two epochs
@@ -202,7 +184,7 @@ def planned_ledger(
     "What the schedule planned, or what the filter granted."
     planned, following = Ledger(), training.following
     if following: planned.add(following.filter.events)
-    elif training.spec.clip_rule != "none":
+    elif training.spec.method.clip_rule != "none":
         for sigma in training.multipliers[:steps].tolist():
             planned.add_step(training.step.clip_rule, sigma, training.plan.sample_rate)
     return planned
@@ -228,7 +210,7 @@ def check_ledger(
 @patch
 def state_dict(self:PoissonTraining)->dict: # Plain values and tensors
     "All that changes from step to step, but for the network."
-    following = self.following and following_state(self.following)
+    following = self.following and self.following.state()
     rule = self.step.clip_rule and asdict(self.step.clip_rule)
     return {"optimizer": self.optimizer.state_dict(), "lr": self.lr.state_dict(), "rule": rule,
         "following": following, "ledger": self.ledger.state_dict(),
@@ -243,7 +225,7 @@ def load_state_dict(self:PoissonTraining,
     self.lr.load_state_dict(state["lr"])
     self.optimizer.load_state_dict(state["optimizer"])
     if state["rule"]: self.step.clip_rule = type(self.step.clip_rule)(**state["rule"])
-    if self.following: load_following(self.following, state["following"])
+    if self.following: self.following.load(state["following"])
     self.ledger.load_state_dict(state["ledger"])
     self.batches.load_state_dict(state["batches"])
     self.noise.set_state(state["noise"])
@@ -307,7 +289,7 @@ class Run:
 
     @property
     def is_private(self)->bool: # Whether its steps go through `PrivateStep`
-        return self.spec.clip_rule not in ("none", "batch")
+        return self.spec.method.clip_rule not in ("none", "batch")
     @property
     def is_over(self)->bool: # All epochs done, or the filter has ended it
         following = self.training.following
@@ -349,30 +331,19 @@ def parts(self:Run)->dict:
 def load_parts(self:Run, state:dict): self.training.load_state_dict(state["training"])
 
 # %% ../../nbs/training/run.ipynb #8a8ae396
-def followed(
-    training:PoissonTraining, # After an epoch
-    steps:int, # That the epoch had
-)->dict: # Nothing for a run that keeps to its schedule
-    "What the noise followed: the signal, steps taken, and the filter's reading (nats)."
-    noise = training.following
-    if not noise: return {}
-    noise.end_epoch()
-    return {"signal": noise.signal, "steps": steps, "filter_reading": noise.filter.spent}
-
 @patch
 def train_epoch(self:Run):
     "Train one epoch, and append its metrics; nothing where a filter refuses its first step."
     e, training, spec = len(self.epochs), self.training, self.spec
-    if spec.bound_decay_rate is not None: # A rule that follows counts goes on as it is
-        training.step.clip_rule = rule_at(spec, e, self.data.classes)
     self.model.train()
     reports = epoch_steps(training)
     if not reports: return
+    followed = training.following.close_epoch(len(reports)) if training.following else {}
     metrics = evaluate(self.network, self.data, self.loss, further_metrics(spec))
     observe(training.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None
         else math.inf)
     self.epochs.append({"epoch": e, "noise_multiplier": reports[-1].noise_multiplier,
-        **bounds(training.step.clip_rule), **followed(training, len(reports)),
+        **bounds(training.step.clip_rule), **followed,
         **nonprivate_means(reports), **metrics})
 
 # %% ../../nbs/training/run.ipynb #11d746e7
@@ -390,7 +361,7 @@ def checked(self:Run,
 )->BudgetReport:
     "The budget of a run that is over; its ledger must read what was accounted."
     check_ledger(self.training)
-    return planned or followed_report(self.spec, self.training.following)
+    return planned or self.training.following.report(self.spec)
 
 # %% ../../nbs/training/run.ipynb #c50273d2
 def finish(

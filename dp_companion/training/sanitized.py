@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from ..algorithms.clipping import CountingRule
 from dp_companion.algorithms.early_stopping import (Flag, ReleasedStd, SlopeFlag, TrendFlag,
     follow_weights)
 from ..algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
@@ -24,14 +23,13 @@ from ..budgets.certified import BudgetReport, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
-from ..budgets.schedules import Constant, PoissonPlan
+from ..budgets.schedules import PoissonPlan
 from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD,
     RGB_MEAN, RGB_STD, Dataset)
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
 from .records import RunSpec
 from .evaluation import evaluate, finite
-from .steering import known_rule
 from dp_companion.training.run import (PoissonTraining, Run, check_ledger, epoch_steps, stream,
     stream_seed)
 
@@ -66,12 +64,12 @@ def build_layered(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         black = dict(black=BLACK[spec.dataset]) if spec.model == "pooled_rows" else {}
-        model = LAYERED[spec.model](spec.layer_width, sanitization=layer, image_size=side,
+        model = LAYERED[spec.model](spec.method.layer_width, sanitization=layer, image_size=side,
             channels=channels, classes=data.classes, **black)
-    if spec.layer_below != "trained": model.head = ScaledHead(model.head, layer)
-    if spec.layer_below != "trained": random_below(model,
+    if spec.method.layer_below != "trained": model.head = ScaledHead(model.head, layer)
+    if spec.method.layer_below != "trained": random_below(model,
         torch.Generator().manual_seed(stream_seed(spec.seed, "features"))).below.requires_grad_(
-        spec.layer_below == "dp_sgd")
+        spec.method.layer_below == "dp_sgd")
     return model
 
 # %% ../../nbs/training/sanitized.ipynb #02f5df9d
@@ -121,17 +119,19 @@ def build_layer(
     generator:torch.Generator, # Of noise and dropout
 )->SanitizationLayer: # Dropout after the noise (Algorithm 1) or before (Section 6.1)
     "The layer of a run."
-    return SanitizationLayer(spec.layer_width, spec.layer_clip, spec.layer_noise_multiplier,
-        spec.layer_dropout or 0., spec.layer_dropout_position or "after", generator=generator)
+    return SanitizationLayer(spec.method.layer_width, spec.method.layer_clip,
+        spec.method.layer_noise_multiplier, spec.method.layer_dropout or 0.,
+        spec.method.layer_dropout_position or "after", generator=generator)
 
 def stopping_flag(
     spec:RunSpec, # The run
 )->Flag|None: # On slopes where C is fixed, else on their differences
     "The stopping flag of a run (paper sanitization, Algorithms 2 and 4)."
-    if spec.stop_window is None: return None
-    if spec.layer_bound_ratio is None: return SlopeFlag(window=spec.stop_window,
-        threshold=spec.stop_limit, epochs=spec.epochs)
-    return TrendFlag(window=spec.stop_window, tolerance=spec.stop_limit, epochs=spec.epochs)
+    if spec.method.stop_window is None: return None
+    if spec.method.layer_bound_ratio is None: return SlopeFlag(window=spec.method.stop_window,
+        threshold=spec.method.stop_limit, epochs=spec.epochs)
+    return TrendFlag(window=spec.method.stop_window, tolerance=spec.method.stop_limit,
+        epochs=spec.epochs)
 
 def row_weight(
     model:nn.Sequential, # With a part below
@@ -146,14 +146,7 @@ def gradient_events(
     plan:PoissonPlan, # As planned
 )->tuple[MechanismEvent,...]: # Empty without DP-SGD
     "The gradient releases of a run with DP-SGD: constant noise, and no other query."
-    if spec.clip_rule == "none": return ()
-    moves = {"decay": spec.decay != "none", "adapt_to": spec.adapt_to is not None,
-        "bound_decay_rate": spec.bound_decay_rate is not None,
-        "clip_rule": issubclass(known_rule(spec.clip_rule), CountingRule)}
-    for name in (name for name, is_so in moves.items() if is_so): raise ValueError(
-        f"{name} must be left as it is in a run of paper sanitization, whose budget counts "
-        f"constant noise, a fixed bound and no other query, got {name}={getattr(spec, name)!r}")
-    return gaussian_events(Constant(initial=spec.noise_multiplier), plan)
+    return spec.method.gradient_events(plan)
 
 # %% ../../nbs/training/sanitized.ipynb #b54301ce
 def layer_report(
@@ -165,10 +158,10 @@ def layer_report(
 )->BudgetReport: # `certified` is empty where layers below learn from raw features
     "Claimed and certified epsilon of a run."
     ran = replace(plan, epochs=epochs or plan.epochs)
-    release = dict(releases=spec.layer_releases or plan.epochs, delta=spec.delta)
+    release = dict(releases=spec.method.layer_releases or plan.epochs, delta=spec.delta)
     events = gradient_events(spec, plan)
     # later epochs release nothing
-    if spec.layer_releases: ran = replace(plan, epochs=spec.layer_releases)
+    if spec.method.layer_releases: ran = replace(plan, epochs=spec.method.layer_releases)
     return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own")
         if events else {}))
 
@@ -232,10 +225,11 @@ class SanitizedRun(Run):
         self.released, self.raw, self.seen = 0, None, None
         self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
-        learns = (self.model if spec.layer_below == "trained" else self.model.head).parameters()
+        learns = (self.model if spec.method.layer_below == "trained"
+            else self.model.head).parameters()
         self.learner = Learner(spec, learns,
             -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
-        self.training = train_below(self) if spec.layer_below == "dp_sgd" else None
+        self.training = train_below(self) if spec.method.layer_below == "dp_sgd" else None
 
     @property
     def is_over(self)->bool: # All epochs done, or the flag is up
@@ -308,8 +302,6 @@ def kernels_below(
     spec:RunSpec, # The run
 )->dict: # Layer name to kernel
     "Pinned, so that a run repeats to the bit."
-    if spec.engine != "book": raise ValueError("engine must be 'book', got "
-        f"engine={spec.engine!r}: runs have one way to clip")
     kernel = "matrices" if "resnet" in spec.model else "grouped"
     return {name: kernel for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d)}
 
@@ -335,7 +327,7 @@ def epoch_rows(
 )->Tensor: # (records, width)
     "The released rows of one epoch of a certified run."
     labels, everyone = run.data.train_labels, slice(None)
-    if run.spec.layer_releases:
+    if run.spec.method.layer_releases:
         if run.seen is None: run.model.head.start(rows := released(run, rows_below(run), everyone),
             labels)
         run.seen = rows if run.seen is None else run.seen
@@ -352,7 +344,7 @@ def epoch_rows(
 def train_epoch(self:SanitizedRun):
     "Train one epoch, and append its metrics."
     labels, losses, learner = self.data.train_labels, [], self.learner
-    is_printed = self.spec.layer_below == "trained"
+    is_printed = self.spec.method.layer_below == "trained"
     self.model.train()
     if self.training: epoch_steps(self.training)
     rows = None if is_printed else epoch_rows(self)
@@ -374,7 +366,7 @@ def class_weights(
 )->Tensor: # (classes,)
     "One as printed; else such that the public classes count alike."
     counts = torch.bincount(run.data.train_labels, minlength=run.data.classes).clamp(min=1)
-    if run.spec.layer_below == "trained": return torch.ones(run.data.classes)
+    if run.spec.method.layer_below == "trained": return torch.ones(run.data.classes)
     return counts.sum()/counts/run.data.classes
 
 # %% ../../nbs/training/sanitized.ipynb #e59f8aa5
@@ -390,7 +382,7 @@ def close_epoch(
     norm = None if weight is None else finite(weight.detach().double().norm().item())
     metrics |= {"epoch": len(run.epochs), "clip": run.layer.clip, "flag": is_up,
         "released_std": run.watch.epochs[-1], "weight_norm": norm}
-    ratio = run.spec.layer_bound_ratio
+    ratio = run.spec.method.layer_bound_ratio
     if ratio is not None: follow_weights(run.layer, weight, bound_ratio=ratio)
     run.epochs.append(metrics | evaluate(run.model, run.data, run.loss))
 
@@ -406,7 +398,7 @@ def checked(self:SanitizedRun,
 )->BudgetReport: # Its claim for the epochs that ran
     "The budget of a run that is over; all must have been released as it was counted."
     epochs, count = len(self.epochs), len(self.counts)
-    expected = self.spec.layer_releases or epochs
+    expected = self.spec.method.layer_releases or epochs
     if not (self.counts == expected).all() or self.released != expected*count:
         raise RuntimeError(f"released rows must be {expected} of every record, got "
             f"{int(self.counts.min())} to {int(self.counts.max())}, {self.released} in all; this "
@@ -427,4 +419,4 @@ def sanitization_run(
     data:Dataset, # Its data
 )->Run:
     "The run of a spec, with the sanitization layer where the spec has one."
-    return PlainRun(spec, data) if spec.layer_below is None else SanitizedRun(spec, data)
+    return PlainRun(spec, data) if spec.method.layer_below is None else SanitizedRun(spec, data)

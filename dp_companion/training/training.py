@@ -17,7 +17,6 @@ from ..algorithms.checkpoints import read_checkpoint
 from .planning import cached, check_target
 from .records import RunRecord, RunSpec, find_record, record_path
 from .run import Run, finish, save_checkpoint
-from .sanitized import sanitization_run
 
 # %% ../../nbs/training/training.ipynb #98048945
 def train(
@@ -48,8 +47,8 @@ def build_run(
     data:Dataset, # Its data
 )->Run: # Before its first epoch
     "The run of a spec: with a sanitization layer where its paper has one."
-    if spec.paper == "sanitization": return sanitization_run(spec, data)
-    return Run(spec, data, training_device())
+    own = spec.method.trainer()
+    return own(spec, data) if own else Run(spec, data, training_device())
 
 def train_now(
     spec:RunSpec, # The run, locked

@@ -18,10 +18,10 @@ from dp_companion.audits.invariants import by_size, attacked_step, check_rule, c
 from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
 from dp_companion.budgets import certified
 from dp_companion.budgets.schedules import Constant, PoissonPlan
-from dp_companion.training import models, planning, run
+from dp_companion.training import models, run
 from dp_companion.training.datasets import Dataset
 from dp_companion.training.models import build_model
-from dp_companion.training.records import RunSpec
+from dp_companion.training.spec import Method, run_spec
 
 
 # Patches
@@ -77,7 +77,7 @@ def small_run(seed, rule, **constants):
     "A run of 40 steps on blank images, with noise that hides them, and its data."
     labels = torch.arange(40) % 10
     data = Dataset(name="digits", train_images=torch.zeros(40, 1, 8, 8), train_labels=labels, test_images=torch.zeros(2, 1, 8, 8), test_labels=labels[:2], classes=10, source="blank")
-    return RunSpec(paper="global_adapt_v2", method="none", dataset="digits", model="mnist_cnn", clip_rule=rule, noise_multiplier=100., decay="step", decay_rate=.25, drop_every=1,
+    return run_spec(paper="global_adapt_v2", method="none", dataset="digits", model="mnist_cnn", clip_rule=rule, noise_multiplier=100., decay="step", decay_rate=.25, drop_every=1,
                    accounting="as_printed", target_epsilon=1., epochs=4, expected_batch_size=4, seed=seed, **constants), data
 
 
@@ -182,7 +182,7 @@ ZOO = [
     Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
         (Patch(Ledger, "add_step", "clip_rule.joint_events(_one_step(noise_multiplier, sample_rate))", "_one_step(noise_multiplier, sample_rate)"),)),
     Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
-        (Patch(planning, "budget_report", "rule_at(spec, 0, classes).joint_events(gaussian_events(noise, plan))", "gaussian_events(noise, plan)"),)),
+        (Patch(Method, "events", "self.rule(classes).joint_events(gaussian_events(self.noise(plan), plan))", "gaussian_events(self.noise(plan), plan)"),)),
     Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,
         (Patch(clipping.CountingRule, "update", "noisy_counts(self.counts(norms, groups), self.count_noise, generator)", "self.counts(norms, groups)"),)),
     Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.", "step, groups", SCALE,

@@ -6,7 +6,7 @@
 __all__ = ['ADAPTIVE_PROFILES', 'UNCLIPPED', 'ADAPTIVE_METHODS', 'adaptive_profile', 'adaptive_values', 'epochs_to']
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #6b0bdbcf
-from ..global_adapt_v2.grid import Profile, profile_named
+from ...training.grid import Profile, named_profile
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #691cbbe0
 ADAPTIVE_PROFILES = {
@@ -23,7 +23,7 @@ def adaptive_profile(
     stands_for:str="MNIST", # MNIST or CIFAR-10
 )->Profile: # The sizes
     "The named profile of paper adaptive_noise for one of its data sets."
-    return profile_named(name, stands_for, ADAPTIVE_PROFILES)
+    return named_profile(ADAPTIVE_PROFILES, name, stands_for)
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #97bb71ff
 UNCLIPPED = .1 # Learning rate without privacy, over that of clipped gradients, at which it would not converge
@@ -40,7 +40,7 @@ def adaptive_values(
     profile:Profile, # Sizes
     method:str, # A key of `ADAPTIVE_METHODS`
     **changes, # Values of a RunSpec that differ from the profile's and the method's
-)->dict: # Values of a RunSpec, all but multiplier, target, accounting and seed
+)->dict: # Values of a run, all but multiplier, target, accounting and seed
     "What a method of paper adaptive_noise says of a run; the noise of a released loss comes with the multiplier."
     if method not in ADAPTIVE_METHODS: raise ValueError(f"method must be one of {'; '.join(ADAPTIVE_METHODS)}, got method={method!r}")
     rate = profile.learning_rate*(UNCLIPPED if method == "Non-DP" else 1)

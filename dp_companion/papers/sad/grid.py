@@ -12,7 +12,8 @@ from ...budgets.certified import certify
 from ...budgets.events import MechanismEvent
 from ...budgets.stages import exact_stage_lengths
 from ...budgets.units import certify_group, clipped_per_unit
-from ..global_adapt_v2.grid import Profile, profile_named, scaled_decay
+from ..global_adapt_v2.grid import scaled_decay
+from ...training.grid import Profile, named_profile
 
 # %% ../../../nbs/papers/sad/grid.ipynb #32683dcb
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)
@@ -30,7 +31,7 @@ def sad_profile(
     stands_for:str="HAM10000", # Or "HAM10000, lesions"
 )->Profile: # The sizes
     "The named profile of paper sad."
-    return profile_named(name, stands_for, SAD_PROFILES)
+    return named_profile(SAD_PROFILES, name, stands_for)
 
 # %% ../../../nbs/papers/sad/grid.ipynb #309a5183
 FINAL_BOUND, BOUND_RATIO, PAPER_EPOCHS = 1., 5/3, 50 # C_n = the bound of the other methods; a, from 20/12 = 12/7.2 in the published code; T

@@ -19,8 +19,8 @@ from ...budgets.events import gaussian_events
 from ...budgets.rdp import smallest_scale
 from ...budgets.released_rows import RowRelease, calibrate_rows, claimed_rows, sanitization_report
 from ...budgets.schedules import Constant, PoissonPlan
-from ..global_adapt_v2.grid import Profile, profile_named
-from ...training.records import RunSpec
+from ...training.grid import Profile, named_profile
+from ...training.spec import run_spec
 from ...training.planning import cached
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d12092db
@@ -64,7 +64,7 @@ def layer_profile(
     stands_for:str="MNIST", # The paper's name of the data set
 )->LayerProfile: # The sizes
     "The named profile for one of the paper's data sets."
-    return profile_named(name, stands_for, LAYER_PROFILES)
+    return named_profile(LAYER_PROFILES, name, stands_for)
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #2225a4e3
 def flag_profiles(
@@ -224,7 +224,7 @@ def layer_specs(
         if _known(method, LAYER_METHODS) in PLAIN and profile.plain_model is None: continue
         if method in PRINTED: values = printed_values(profile, method)
         else: values = (real_values if method in REAL else plain_values)(profile, method, target_epsilon=target, runs=runs)
-        specs += [RunSpec(**values, seed=seed) for seed in range(profile.seeds)]
+        specs += [run_spec(**values, seed=seed) for seed in range(profile.seeds)]
     return specs
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #46c53056
@@ -244,4 +244,4 @@ def sweep_specs(
     method = list(PRINTED)[2 if moving or name == "bound_ratio" else 0]
     place = {"layer_dropout_position": "before"} if name == "dropout_before" else {}
     def changes(value): return {} if value == 0 and "dropout" in name else {_FIELD[name]: value} | place
-    return {value: [RunSpec(**printed_values(profile, method, **changes(value)), seed=seed) for seed in range(profile.seeds)] for value in (SWEEPS[name] if values is None else values)}
+    return {value: [run_spec(**printed_values(profile, method, **changes(value)), seed=seed) for seed in range(profile.seeds)] for value in (SWEEPS[name] if values is None else values)}
