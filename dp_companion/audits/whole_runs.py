@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from .bounds import finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
 from ..training.datasets import Dataset, load_dataset
-from ..training.records import RunSpec, run_spec
+from ..training.records import RunSpec
 from ..training.evaluation import evaluate
 from ..training.run import Run, build_network, check_ledger, pinned_kernels
 
@@ -210,8 +210,9 @@ def attack_training(
     "Train `spec` once with canaries, and score each of them (NHTJ23, SNJ23)."
     if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got "
         f"kind={kind!r}")
-    if spec.method.adapt_to or spec.method.layer_below: raise ValueError("spec must be of a run with scheduled "
-        f"noise on gradients alone, got method={spec.method.name!r}")
+    if spec.method.trainer() or getattr(spec.method, "adapt_to", None):
+        raise ValueError("spec must be of a run with scheduled noise on gradients alone, got "
+            f"method={spec.method.name!r}")
     data = data or load_dataset(spec.dataset)
     target = GradientCanaries(spec, data, canaries=canaries,
         seed=seed) if kind == "gradient" else ImageCanaries(spec, data, canaries=canaries,

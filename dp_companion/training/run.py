@@ -29,10 +29,10 @@ from dp_companion.training.evaluation import (bounds, evaluate, evaluate_auc, fu
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
-from dp_companion.training.planning import (budget_report, check_step, poisson_plan, rule_of_step,
-    step_bounds)
-from .records import RunRecord, provenance, record_path, write_json
-from .spec import RunSpec, digest
+from .planning import budget_report, check_step, poisson_plan, rule_of_step
+from .planning import step_bounds
+from dp_companion.training.records import (RunRecord, RunSpec, digest, provenance, record_path,
+    write_json)
 
 # %% ../../nbs/training/run.ipynb #d2e7530c
 _SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else
@@ -57,11 +57,9 @@ KERNELS = {
 def pinned_kernels(
     spec:RunSpec, # The run
     side:int, # Of its images, in pixels
-)->dict: # Layer to kernel
+)->dict|None: # Layer to kernel; None: the step times them
     "The kernels that make a run repeat to the bit."
-    if (spec.model, side) not in KERNELS: raise ValueError("model must have pinned kernels at "
-        f"{side} pixels, got model={spec.model!r}; add it to KERNELS")
-    return KERNELS[spec.model, side]
+    return KERNELS.get((spec.model, side))
 
 # %% ../../nbs/training/run.ipynb #4e22fb04
 class OrdinaryStep:
@@ -117,9 +115,10 @@ def build_step(
 ): # `PrivateStep`, or `OrdinaryStep` without privacy
     "The step that a training takes."
     spec, model, optimizer = training.spec, training.model, training.optimizer
-    if spec.method.clip_rule == "none": return OrdinaryStep(model, optimizer, spec.expected_batch_size)
-    rule = spec.method.rule(training.data.classes)
+    if spec.method.clip_rule == "none": return OrdinaryStep(model, optimizer,
+        spec.expected_batch_size)
     if (own := spec.method.step(training)) is not None: return own
+    rule = spec.method.rule(training.data.classes)
     return PrivateStep(model, optimizer, clip_rule=rule,
         expected_batch_size=spec.expected_batch_size, generator=training.noise, kernels=kernels)
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SMALL_STAGES', 'BLACK', 'LAYERED', 'build_layered', 'ScaledHead', 'build_layer', 'stopping_flag', 'row_weight',
-           'layer_report', 'plain_report', 'fused_optimizer', 'Learner', 'SanitizedRun', 'Bounded', 'PublicHead',
-           'train_below', 'kernels_below', 'released', 'rows_below', 'epoch_rows', 'class_weights', 'close_epoch',
-           'PlainRun', 'sanitization_run']
+           'gradient_events', 'layer_report', 'plain_report', 'fused_optimizer', 'Learner', 'SanitizedRun', 'Bounded',
+           'PublicHead', 'train_below', 'kernels_below', 'released', 'rows_below', 'epoch_rows', 'class_weights',
+           'close_epoch', 'PlainRun', 'sanitization_run']
 
 # %% ../../nbs/training/sanitized.ipynb #033b9d26
 import math
@@ -20,6 +20,7 @@ from dp_companion.algorithms.early_stopping import (Flag, ReleasedStd, SlopeFlag
 from ..algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
     random_below, sanitization_cnn, sanitization_resnet18)
 from ..budgets.certified import BudgetReport, certify
+from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
 from ..budgets.schedules import PoissonPlan
@@ -27,7 +28,7 @@ from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN,
     RGB_MEAN, RGB_STD, Dataset)
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
-from .spec import RunSpec
+from .records import RunSpec
 from .evaluation import evaluate, finite
 from dp_companion.training.run import (PoissonTraining, Run, check_ledger, epoch_steps, stream,
     stream_seed)
@@ -118,8 +119,9 @@ def build_layer(
     generator:torch.Generator, # Of noise and dropout
 )->SanitizationLayer: # Dropout after the noise (Algorithm 1) or before (Section 6.1)
     "The layer of a run."
-    return SanitizationLayer(spec.method.layer_width, spec.method.layer_clip, spec.method.layer_noise_multiplier,
-        spec.method.layer_dropout or 0., spec.method.layer_dropout_position or "after", generator=generator)
+    return SanitizationLayer(spec.method.layer_width, spec.method.layer_clip,
+        spec.method.layer_noise_multiplier, spec.method.layer_dropout or 0.,
+        spec.method.layer_dropout_position or "after", generator=generator)
 
 def stopping_flag(
     spec:RunSpec, # The run
@@ -128,7 +130,8 @@ def stopping_flag(
     if spec.method.stop_window is None: return None
     if spec.method.layer_bound_ratio is None: return SlopeFlag(window=spec.method.stop_window,
         threshold=spec.method.stop_limit, epochs=spec.epochs)
-    return TrendFlag(window=spec.method.stop_window, tolerance=spec.method.stop_limit, epochs=spec.epochs)
+    return TrendFlag(window=spec.method.stop_window, tolerance=spec.method.stop_limit,
+        epochs=spec.epochs)
 
 def row_weight(
     model:nn.Sequential, # With a part below
@@ -136,6 +139,14 @@ def row_weight(
     "W of the layer that makes the rows: what the moving bound follows."
     matrices = [p for p in model.below.parameters() if p.dim() > 1]
     return matrices[-1] if matrices else None
+
+# %% ../../nbs/training/sanitized.ipynb #7f52f540
+def gradient_events(
+    spec:RunSpec, # Of paper `sanitization`
+    plan:PoissonPlan, # As planned
+)->tuple[MechanismEvent,...]: # Empty without DP-SGD
+    "The gradient releases of a run with DP-SGD: constant noise, and no other query."
+    return spec.method.gradient_events(plan)
 
 # %% ../../nbs/training/sanitized.ipynb #b54301ce
 def layer_report(
@@ -148,7 +159,7 @@ def layer_report(
     "Claimed and certified epsilon of a run."
     ran = replace(plan, epochs=epochs or plan.epochs)
     release = dict(releases=spec.method.layer_releases or plan.epochs, delta=spec.delta)
-    events = spec.method.gradient_events(plan)
+    events = gradient_events(spec, plan)
     # later epochs release nothing
     if spec.method.layer_releases: ran = replace(plan, epochs=spec.method.layer_releases)
     return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own")
@@ -160,7 +171,7 @@ def plain_report(
     certify=certify, # `certify`, or a cached form of it
 )->BudgetReport: # Nothing certified without privacy
     "The budget of the network without the layer, under the same neighbouring relation."
-    events = spec.method.gradient_events(plan)
+    events = gradient_events(spec, plan)
     unit = dict(delta=spec.delta, neighbouring_relation="replace_one", privacy_unit=
         "features of one record")
     if not events: return BudgetReport(certified={}, **unit)
@@ -214,7 +225,8 @@ class SanitizedRun(Run):
         self.released, self.raw, self.seen = 0, None, None
         self.planned = self.layer.release(1)
         self.layer.register_forward_pre_hook(self.count)
-        learns = (self.model if spec.method.layer_below == "trained" else self.model.head).parameters()
+        learns = (self.model if spec.method.layer_below == "trained"
+            else self.model.head).parameters()
         self.learner = Learner(spec, learns,
             -(-self.plan.dataset_size//spec.expected_batch_size)*spec.epochs)
         self.training = train_below(self) if spec.method.layer_below == "dp_sgd" else None

@@ -170,11 +170,8 @@ def step(self:Method,
     "A step of the paper's own, in place of the private step; None for the private step."
 
 @patch
-def run(self:Method,
-    spec:"RunSpec", # The run
-    data, # Its `Dataset`
-):
-    "A run of the paper's own, before its first epoch; None for the generic one."
+def trainer(self:Method):
+    "(spec, data) -> the paper's own kind of `Run`; None for the generic one."
 
 @patch
 def check(self:Method,

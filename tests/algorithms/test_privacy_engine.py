@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 import json
 import math
+import subprocess
+import sys
 import types
 from collections import namedtuple
 
@@ -547,3 +549,17 @@ def test_a_second_make_private_that_fails_changes_nothing():
             data_loader=DataLoader(flat_data(), batch_size=8, collate_fn=scaled_by_the_largest))
     train(module, optimizer, loader)
     assert len(privacy.accountant)==len(loader)
+
+
+SLOW = {"pandas", "matplotlib", "seaborn", "dp_accounting", "nbdev", "IPython", "papermill"}
+
+
+def test_the_engine_imports_no_slow_packages():
+    code = """
+import sys, torch, opacus
+before = set(sys.modules)
+from dp_companion import PrivacyEngine
+print(*{name.split(".")[0] for name in {*sys.modules} - before})
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "dp_companion" in run.stdout.split() and not SLOW & {*run.stdout.split()}

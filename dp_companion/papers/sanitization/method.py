@@ -51,9 +51,9 @@ class SanitizationMethod(Method):
     def events(self, plan, classes):
         rows = self.release(plan)
         return (row_events(rows) if rows else ()) + self.gradient_events(plan)
-    def run(self, spec, data):
-        from dp_companion.training.sanitized import sanitization_run # It imports torch
-        return sanitization_run(spec, data)
+    def trainer(self):
+        from dp_companion.training.sanitized import sanitization_run # It imports this room's records
+        return sanitization_run
 
 # %% ../../../nbs/papers/sanitization/method.ipynb #23165603
 from fastcore.basics import patch
