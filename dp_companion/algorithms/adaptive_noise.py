@@ -13,9 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from .clipping import ClipRule
-from .engines import call, per_sample_losses
+from .gradient_recorder import per_sample_losses
+from .nested_tensors import call_model
 from .noise import GaussianNoise
-from .private_step import StepReport, unchanged_state
+from .private_step import StepReport
+from .spot_checks import UnchangedState
 from ..budgets.events import MechanismEvent
 from ..budgets.filters import RenyiFilter, same_batch
 from ..budgets.schedules import _real
@@ -44,7 +46,7 @@ class BatchStep:
 
     def __call__(self, loss_fn, inputs, targets, *, noise_multiplier:float, groups=None)->StepReport:
         self.optimizer.zero_grad()
-        with unchanged_state(self.model): losses = per_sample_losses(loss_fn, call(self.model, inputs), targets) if len(targets) else torch.zeros(0)
+        with UnchangedState(self.model).held(): losses = per_sample_losses(loss_fn, call_model(self.model, inputs), targets) if len(targets) else torch.zeros(0)
         if len(targets): losses.mean().backward()
         norm, scale, std = *clip_batch_(self.model, self.clip_rule.max_grad_norm), noise_multiplier*self.clip_rule.sensitivity
         for p in self.model.parameters(): p.grad.add_(self.noise.fill_(p.new_empty(p.numel()), std).view_as(p))

@@ -27,7 +27,7 @@ from .clipping import RULES, ClipRule, CountingRule, Flat, clip_rule as named_ru
 from .noise import GaussianNoise, seeded_by_torch
 from .private_optimizer import Ledger, PoissonBatches, PrivateOptimizer, bound_name, collate_of, poisson_loader
 from .private_step import PrivateStep, check_parameters
-from .tapes import PrivateModule, Tape
+from .private_module import PrivateModule
 from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
 from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.rdp import smallest_scale
@@ -223,7 +223,7 @@ class Recipe:
     plan:PoissonPlan # Sample rate and, with a target, epochs
     noise_schedule:Schedule
     bound_schedule:Schedule|None
-    is_mean:bool # Whether the loop's loss is a mean over the batch
+    loss_reduction:str # What the loop's loss does over the batch, mean or sum
     kernels:dict|None # Layer name -> kernel
     target_delta:float|None # None without a target
 
@@ -270,7 +270,7 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     if target is None: noise_schedule = schedule_of(noise_schedule, noise_multiplier)
     else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule, accountant=self.accountant.accountant, **target)
     recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise_schedule, bound_schedule=bound_schedule,
-        is_mean=loss_reduction=="mean", kernels=kernels, target_delta=target and target["delta"])
+        loss_reduction=loss_reduction, kernels=kernels, target_delta=target and target["delta"])
     return self.assemble(recipe, module, optimizer, data_loader, noise_generator)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #f9c1d5ae
@@ -304,14 +304,13 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader, 
     noise, batches = self.sources(noise_generator, data_loader.generator)
     private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule, expected_batch_size=recipe.plan.expected_batch_size,
         generator=noise.generator, secure_noise=noise.secure, kernels=recipe.kernels)
-    private_step.engine = Tape(private_step.engine, recipe.is_mean)
     self.target_delta, self.batches, self.first_rule = recipe.target_delta, batches, recipe.clip_rule
     self.optimizer = PrivateOptimizer(private_step, ledger=self.accountant, plan=recipe.plan, noise_schedule=recipe.noise_schedule,
         bound_schedule=recipe.bound_schedule, target_steps=recipe.target_steps)
     self.optimizer.fetched_ahead = data_loader.num_workers*(data_loader.prefetch_factor or 0)
     loader = poisson_loader(data_loader, PoissonBatches(self.optimizer, batches), collate)
     self.workers_source = loader.generator # Decides what a data set's own randomness gives in worker processes
-    module = PrivateModule(private_step.model, private_step.engine)
+    module = PrivateModule(private_step, loss_reduction=recipe.loss_reduction)
     module.privacy_ledger = self.accountant # Whoever else is given it can see what it has spent
     return module, self.optimizer, loader
 
@@ -383,7 +382,7 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     optimizer.steps_taken = state["steps_taken"]
     optimizer.restart()
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
-    optimizer.tape.kernels.update(state["kernels"])
+    optimizer.recorder.kernels.update(state["kernels"])
     put_back(state)
     if state["sources"]:
         noise, optimizer.place, workers = state["sources"]
@@ -395,7 +394,7 @@ def load_state_dict(self:PrivacyEngine, state:dict):
 def check_own(self:PrivacyEngine, module, optimizer):
     "Refuse another engine's objects, of whose steps this one knows nothing."
     if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last make_private, got another")
-    if getattr(module, "tape", None) is not optimizer.tape: raise ValueError("module must be the one of the last make_private, got another")
+    if getattr(module, "private_step", None) is not optimizer.private_step: raise ValueError("module must be the one of the last make_private, got another")
 
 def check_fits(checkpoint:dict, module, optimizer):
     "Refuse what is no checkpoint of a run of this module and optimizer, before anything of it is taken."

@@ -21,11 +21,11 @@ from fastcore.basics import patch
 from opacus.data_loader import wrap_collate_with_empty
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-from .book_keeping import tensors_of
+from .nested_tensors import tensors_of
 from .clipping import ClipRule
-from .engines import kept_randomness
 from .noise import GaussianNoise, key_stream, seeded_by_torch
-from .private_step import PrivateStep, is_same
+from .private_step import PrivateStep
+from .spot_checks import is_same, kept_randomness
 from ..budgets.certified import certify
 from ..budgets.events import MechanismEvent
 from ..budgets.schedules import PoissonPlan, Schedule, _word
@@ -188,7 +188,7 @@ def guard(optimizer:torch.optim.Optimizer, private_step:PrivateStep):
 class PrivateOptimizer(torch.optim.Optimizer):
     "The user's optimizer, stepping on private gradients."
     def __init__(self,
-        private_step:PrivateStep, # With a `Tape` for its engine
+        private_step:PrivateStep, # Whose gradients the loop records
         *,
         ledger:Ledger, # Where steps are accounted
         plan:PoissonPlan, # Sample rate and epochs
@@ -198,7 +198,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     ):
         self.private_step, self.ledger, self.plan = private_step, ledger, plan
         self._noise_schedule, self._bound_schedule, self.target_steps = noise_schedule, bound_schedule, target_steps
-        self.original_optimizer, self.tape, self.report = private_step.optimizer, private_step.engine, None
+        self.original_optimizer, self.recorder, self.report = private_step.optimizer, private_step.recorder, None
         self.steps_taken, self.rows_left, self.rule_before, self.fetched_ahead = 0, 0, None, 0 # rule_before: the rule of a step that is not done
         self.current_pass, self.passes_used, self.idle_passes = Pass(began=0), 0, 0 # Used: with steps, or after the last
         guard(self.original_optimizer, private_step)
@@ -256,7 +256,7 @@ def drop(self:PrivateOptimizer):
     "Forget passes that no step has used."
     self.private_step.is_begun = False
     if self.rule_before is not None: self.private_step.clip_rule, self.rule_before = self.rule_before, None # Its batch comes again: counts of it must not be out
-    self.tape.clear()
+    self.recorder.clear()
     self.zero_grad()
 
 @patch
@@ -329,7 +329,7 @@ def check_all_rows(self:PrivateOptimizer):
 @patch
 def check_ready(self:PrivateOptimizer, groups:Tensor|None)->int: # The rows that were run back
     "Refuse a step without a backward pass, without labels that its rule needs, or without a place in its pass."
-    batch_size, current = self.tape.check(), self.current_pass
+    batch_size, current = self.recorder.check(), self.current_pass
     if self.clip_rule.needs_groups and groups is None: raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
     self.check_used(len(current.skips), self.fetched_ahead)
     if current.is_failed: raise ValueError("every batch of the returned data loader must have its optimizer.step, an empty one too, got a step after one that failed; begin another pass, in which its batch comes again")
@@ -340,9 +340,9 @@ def check_ready(self:PrivateOptimizer, groups:Tensor|None)->int: # The rows that
 def add_rows(self:PrivateOptimizer, batch_size:int, groups:Tensor|None):
     "Add what was run back, and finish the step unless more of its batch will come."
     self.check_rows_left(batch_size)
-    for p in self.tape.slots: p.grad = None
-    self.private_step.accumulate(None, None, range(batch_size), groups=groups)
-    self.tape.clear()
+    for p in self.recorder.slots: p.grad = None
+    if batch_size: self.private_step.add_recorded(groups)
+    self.recorder.clear()
     current = self.current_pass
     if current.skips and current.skips.popleft(): return
     self.check_all_rows()
@@ -368,7 +368,7 @@ def step(self:PrivateOptimizer, closure=None, *, groups:Tensor|None=None): # Gro
 @patch
 def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
     "Forget the last forward and backward pass; the sums of a batch in pieces stay."
-    if self.tape.is_filled: self.tape.clear() # A forward pass alone is kept: many loops call this between it and the backward pass
+    if self.recorder.is_filled: self.recorder.clear() # A forward pass alone is kept: many loops call this between it and the backward pass
     for group in self.param_groups:
         for p in group["params"]: p.grad = None
 

@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import patch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from ..algorithms.adaptive_noise import BatchStep, following_state, gradient_energy, load_following, released_loss
-from ..algorithms.engines import per_sample_losses
+from ..algorithms.gradient_recorder import per_sample_losses
 from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport
 from ..files import is_intact, write_whole
