@@ -245,7 +245,7 @@ SCHEDULES = [Constant(initial=2.), StepDecay(initial=2., decay_rate=.5, drop_eve
 def test_the_budget_is_that_of_the_applied_steps(schedule, batch_size):
     epochs, rule, applied = 3, GlobalAdapt(max_grad_norm=.5, count_noise=4.), []
     privacy, model, optimizer, loader = private(noise_schedule=schedule, clip_rule=rule, batch_size=batch_size)
-    step = optimizer.private_step.draw_noise
+    step = optimizer.private_step.add_noise
 
     def draw_noise():
         if not optimizer.private_step.has_noise:
@@ -253,7 +253,7 @@ def test_the_budget_is_that_of_the_applied_steps(schedule, batch_size):
             assert len(privacy.accountant) == len(applied)  # accounted before it is drawn
         step()
 
-    optimizer.private_step.draw_noise = draw_noise
+    optimizer.private_step.add_noise = draw_noise
     plan = PoissonPlan(dataset_size=40, expected_batch_size=batch_size, epochs=epochs)
     for _ in range(epochs):
         for x, y in loader:
