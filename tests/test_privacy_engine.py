@@ -1113,7 +1113,7 @@ def test_a_batch_that_the_loop_looked_at_and_left_comes_again():
 
 
 @pytest.mark.parametrize("secure", [True, False])
-@pytest.mark.parametrize("where", ["accumulate", "finish"])
+@pytest.mark.parametrize("where", ["add_recorded", "finish"])
 def test_a_paid_batch_comes_again_until_its_noise_may_be_out(where, secure):
     "Else what a record does to a step decides whether it is in one; and one batch must not have two noises."
     _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double(), secure_mode=secure)
@@ -1127,7 +1127,7 @@ def test_a_paid_batch_comes_again_until_its_noise_may_be_out(where, secure):
     assert optimizer.steps_taken == 1
     delattr(optimizer.private_step, where)
     again = next(iter(loader))[0]
-    assert (first.shape == again.shape and torch.equal(first, again)) == (where == "accumulate")
+    assert (first.shape == again.shape and torch.equal(first, again)) == (where == "add_recorded")
 
 
 def test_a_step_that_failed_is_not_passed_over():
@@ -1136,11 +1136,11 @@ def test_a_step_that_failed_is_not_passed_over():
     with pytest.raises(ValueError, match="every batch of the returned data loader must have its optimizer.step"):
         for k, (x, y) in enumerate(loader):
             F.cross_entropy(module(x), y).backward()
-            if k == 0: optimizer.private_step.accumulate = fail
+            if k == 0: optimizer.private_step.add_recorded = fail
             try: optimizer.step()
             except ValueError as error:
                 if "stopped here" not in str(error): raise
-                del optimizer.private_step.accumulate
+                del optimizer.private_step.add_recorded
 
 
 def test_counts_of_a_step_that_failed_are_taken_back():
@@ -1392,7 +1392,7 @@ def test_what_cannot_be_followed_is_one_sentence():
     with pytest.raises(ValueError, match="must"):
         for x, y in loader: F.cross_entropy(module(x), y).backward(); optimizer.step()
     _, module, optimizer, loader = private(dataset=flat_data(8), model=nn.Linear(6, 3).double(), batch_size=8)
-    with pytest.raises(Exception, match="the module must run as Python, got layer"):
+    with pytest.raises(Exception, match="module must run as Python, got layer"):
         for x, y in loader: F.cross_entropy(torch.compile(module, backend="aot_eager")(x), y).backward()
 
 
@@ -1420,7 +1420,7 @@ def refusing(optimizer, where, error=ValueError):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["accumulate", "finish"])
+@pytest.mark.parametrize("where", ["add_recorded", "finish"])
 def test_a_pass_whose_step_failed_ends(where, error):
     _, module, optimizer, loader = private(dataset=flat_data(40), model=nn.Linear(6, 3).double())
     batches = iter(loader)

@@ -79,10 +79,11 @@ def check_trainable(
         raise ValueError(f"the trainable parameters must be those that the private step was built with, got {len(now-set(slots))} more and "
             f"{len(set(slots)-now)} fewer; build a new one after requires_grad_")
 
-def check_groups(groups:Tensor|None, targets):
+def check_groups(groups:Tensor|None, batch_size:int):
     "Refuse labels that do not fit the batch."
     if not isinstance(groups, Tensor|None): raise ValueError(f"groups must be a tensor of labels, got a {type(groups).__name__}; use torch.tensor(groups)")
-    if groups is not None and len(groups)!=len(targets): raise ValueError(f"groups must have one label per sample, got {len(groups)} labels for {len(targets)} samples")
+    if groups is not None and len(groups)!=batch_size:
+        raise ValueError(f"groups must have one label per sample, got {len(groups)} labels for {batch_size} samples")
 
 # %% ../../nbs/algorithms/private_step.ipynb #36976d61
 class PrivateStep:
@@ -128,7 +129,7 @@ def __call__(self:PrivateStep,
 )->StepReport:
     "One private step on one logical batch."
     if not isinstance(targets, Tensor): raise ValueError(f"targets must be a tensor with the batch in front, got a {type(targets).__name__}")
-    check_groups(groups, targets)
+    check_groups(groups, len(targets))
     self.begin(noise_multiplier)
     size = self.max_physical_batch_size or max(len(targets), 1)
     pieces = [slice(start, start+size) for start in range(0, len(targets), size)]
@@ -172,7 +173,7 @@ def accumulate(self:PrivateStep,
     "Run one physical batch, and add its scaled gradients to the step."
     if not self.is_begun: raise ValueError("begin must be called before accumulate, got accumulate alone")
     if len(targets)==0: return
-    check_groups(groups, targets)
+    check_groups(groups, len(targets))
     self.is_begun = False # A step that fails half-way cannot go on
     with self.spot_check.state.held(self.spot_check.is_due(len(targets))):
         self._look(loss_fn, inputs, targets)
@@ -195,6 +196,7 @@ def add_recorded(self:PrivateStep,
     "Add the scaled gradients of the recorded pass to the noise of the step."
     if self.has_noise and self.counts_first and not self.is_counted:
         raise ValueError("a rule that counts before it scales must see the logical batch in one call, got a second piece; use PrivateStep with max_physical_batch_size")
+    check_groups(groups, self.recorder.batch_size)
     self.is_begun, seen = False, []
     try:
         for samples in self.recorder.samples(at_once=self.counts_first and not self.is_counted):
