@@ -19,10 +19,9 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from opacus.data_loader import wrap_collate_with_empty
 from torch.utils.data import DataLoader, Sampler
-from .book_keeping import tensors_of
-from .engines import kept_randomness
+from .nested_tensors import tensors_of
+from .spot_checks import is_same, kept_randomness
 from .noise import GaussianNoise, key_stream, seeded_by_torch
-from .private_step import is_same
 from ..budgets.schedules import PoissonPlan
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #ce50b968

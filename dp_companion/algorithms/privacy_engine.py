@@ -28,7 +28,7 @@ from .noise import GaussianNoise, seeded_by_torch
 from .poisson_batches import PoissonBatches, collate_of, poisson_loader
 from .private_optimizer import PrivateOptimizer, bound_name
 from .private_step import PrivateStep, check_parameters
-from .tapes import PrivateModule, Tape
+from .private_module import PrivateModule
 from ..budgets.certified import BudgetReport, budget_report, calibrate, certify
 from ..budgets.events import gaussian_events
 from ..budgets.rdp import smallest_scale
@@ -260,7 +260,7 @@ class Recipe:
     plan:PoissonPlan # Sample rate and, with a target, epochs
     noise_schedule:Schedule
     bound_schedule:Schedule|None
-    is_mean:bool # Whether the loop's loss is a mean over the batch
+    loss_reduction:str # What the loop's loss does over the batch, mean or sum
     kernels:dict|None # Layer name -> kernel
     target_delta:float|None # None without a target
 
@@ -315,7 +315,7 @@ def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule,
         accountant=self.accountant.accountant, **target)
     recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise_schedule,
-        bound_schedule=bound_schedule, is_mean=loss_reduction=="mean", kernels=kernels,
+        bound_schedule=bound_schedule, loss_reduction=loss_reduction, kernels=kernels,
         target_delta=target and target["delta"])
     return self.assemble(recipe, module, optimizer, data_loader, noise_generator)
 
@@ -360,7 +360,6 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
     private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule,
         expected_batch_size=recipe.plan.expected_batch_size, generator=noise.generator,
         secure_noise=noise.secure, kernels=recipe.kernels)
-    private_step.engine = Tape(private_step.engine, recipe.is_mean)
     self.target_delta, self.first_rule = recipe.target_delta, recipe.clip_rule
     self.batches = PoissonBatches(recipe.plan, source, target_steps=recipe.target_steps,
         is_distributed=private_step.is_distributed,
@@ -370,7 +369,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
     loader = poisson_loader(data_loader, self.batches, collate)
     # Decides what a data set's own randomness gives in worker processes
     self.workers_source = loader.generator
-    module = PrivateModule(private_step.model, private_step.engine)
+    module = PrivateModule(private_step, loss_reduction=recipe.loss_reduction)
     module.privacy_ledger = self.accountant # Whoever else is given it can see what it has spent
     return module, self.optimizer, loader
 
@@ -417,7 +416,7 @@ def load_state_dict(self:PrivacyEngine, state:dict):
     self.accountant.load_state_dict(state["events"])
     self.batches.load_state_dict(state)
     optimizer.private_step.clip_rule = replace(optimizer.clip_rule, **state["rule"])
-    optimizer.tape.kernels.update(state["kernels"])
+    optimizer.recorder.kernels.update(state["kernels"])
     restore_random(state)
     if state["sources"]:
         noise, workers = state["sources"]
@@ -430,8 +429,8 @@ def check_own(self:PrivacyEngine, module, optimizer):
     "Refuse another engine's objects, of whose steps this one knows nothing."
     if optimizer is not self.optimizer: raise ValueError("optimizer must be the one of the last "
         "make_private, got another")
-    if getattr(module, "tape", None) is not optimizer.tape: raise ValueError("module must be the "
-        "one of the last make_private, got another")
+    if getattr(module, "private_step", None) is not optimizer.private_step:
+        raise ValueError("module must be the one of the last make_private, got another")
 
 def check_fits(checkpoint:dict, module, optimizer):
     "Refuse what is no checkpoint of this module and optimizer, before it is taken."

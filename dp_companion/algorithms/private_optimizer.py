@@ -39,7 +39,7 @@ def _fixed(name, get, by="an argument"): # A property that only make_private set
 class PrivateOptimizer(torch.optim.Optimizer):
     "The user's optimizer, stepping on private gradients."
     def __init__(self,
-        private_step:PrivateStep, # With a `Tape` for its engine
+        private_step:PrivateStep, # Whose gradients the loop records
         *,
         ledger:Ledger, # Where steps are accounted
         batches:PoissonBatches, # What each step takes its batch from
@@ -48,7 +48,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     ):
         self.private_step, self.ledger, self.batches = private_step, ledger, batches
         self._noise_schedule, self._bound_schedule = noise_schedule, bound_schedule
-        self.original_optimizer, self.tape = private_step.optimizer, private_step.engine
+        self.original_optimizer, self.recorder = private_step.optimizer, private_step.recorder
         self.report = None # Of the last step
         # rule_before: the rule of a step that is not done
         self.rows_left, self.rule_before = 0, None
@@ -88,7 +88,7 @@ def drop(self:PrivateOptimizer):
     self.private_step.is_begun = False
     if self.rule_before is not None: # The batch comes again: counts of it must not be out
         self.private_step.clip_rule, self.rule_before = self.rule_before, None
-    self.tape.clear()
+    self.recorder.clear()
     self.zero_grad()
 
 @patch
@@ -136,7 +136,7 @@ def check_all_rows(self:PrivateOptimizer):
 @patch
 def check_ready(self:PrivateOptimizer, groups:Tensor|None)->int: # The rows that were run back
     "Refuse a step without a backward pass, labels that its rule needs, or a place in its pass."
-    batch_size, current = self.tape.check(), self.batches.current_pass
+    batch_size, current = self.recorder.check(), self.batches.current_pass
     if self.clip_rule.needs_groups and groups is None:
         raise ValueError("groups must be given to optimizer.step for this rule, got groups=None")
     self.batches.check_used(len(current.skips), self.batches.fetched_ahead)
@@ -152,9 +152,9 @@ def check_ready(self:PrivateOptimizer, groups:Tensor|None)->int: # The rows that
 def add_rows(self:PrivateOptimizer, batch_size:int, groups:Tensor|None):
     "Add what was run back, and finish the step unless more of its batch will come."
     self.check_rows_left(batch_size)
-    for p in self.tape.slots: p.grad = None
-    self.private_step.accumulate(None, None, range(batch_size), groups=groups)
-    self.tape.clear()
+    for p in self.recorder.slots: p.grad = None
+    if batch_size: self.private_step.add_recorded(groups)
+    self.recorder.clear()
     skips = self.batches.current_pass.skips
     if skips and skips.popleft(): return
     self.check_all_rows()
@@ -186,7 +186,7 @@ def step(self:PrivateOptimizer,
 def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
     "Forget the last forward and backward pass; the sums of a batch in pieces stay."
     # A forward pass alone stays: many loops call this after it
-    if self.tape.is_filled: self.tape.clear()
+    if self.recorder.is_filled: self.recorder.clear()
     for group in self.param_groups:
         for p in group["params"]: p.grad = None
 

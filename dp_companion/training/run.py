@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from ..algorithms.checkpoints import check_holds, check_settings, write_checkpoint
-from ..algorithms.engines import per_sample_losses
+from ..algorithms.gradient_recorder import per_sample_losses
 from ..algorithms.ledger import Ledger
 from ..algorithms.noise import GaussianNoise
 from ..algorithms.poisson_batches import PoissonBatches, draw_by_generator

@@ -34,7 +34,7 @@ def test_a_resumed_run_draws_the_batch_that_comes_next(tmp_path, workers):
     def run(privacy, model, optimizer, loader, steps, stop_at=None):
         for x, y in loader:
             optimizer.zero_grad(); nn.CrossEntropyLoss()(model(x), y).backward(); optimizer.step()
-            steps.append((x, optimizer.tape.flat.clone()))
+            steps.append((x, optimizer.recorder.flat.clone()))
             if optimizer.steps_taken == 3: privacy.save_checkpoint(path=tmp_path/"c.pt",
                 module=model, optimizer=optimizer)
             if optimizer.steps_taken == stop_at: return

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dp_companion.algorithms import book_keeping, clipping, engines, poisson_batches, private_optimizer, private_step
-from dp_companion.algorithms.book_keeping import Book
+from dp_companion.algorithms import clipping, model_checks, poisson_batches, private_optimizer, private_step, spot_checks
+from dp_companion.algorithms.book_keeping import BookKeeping, RecordedSamples
 from dp_companion.algorithms.clipping import Flat, GlobalAdapt, GroupAdaptive
 from dp_companion.algorithms.ledger import Ledger
 from dp_companion.algorithms.noise import GaussianNoise
@@ -81,7 +81,7 @@ def small_run(seed, rule, **constants):
                    accounting="as_printed", target_epsilon=1., epochs=4, expected_batch_size=4, seed=seed, **constants), data
 
 
-def model_checks(seed):
+def checks_of_models(seed):
     "The small ShuffleNet as training builds it, and a layer with running statistics."
     images, labels = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(seed)), torch.tensor([0, 1, 0, 1])
     model, running = build_model("small_shufflenet", seed=seed, image_size=8), nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
@@ -107,7 +107,7 @@ PLACES = {  # name -> checks at a seed
     "loop, counts": lambda seed: check_loop(COUNTING, seed=seed),
     "run": lambda seed: check_run(*small_run(seed, "flat")),
     "run, counts": lambda seed: check_run(*small_run(seed, "global_adapt", strict_max_grad_norm=10.)),
-    "model": model_checks,
+    "model": checks_of_models,
     "relation": lambda seed: (relation_distance(FLAT, seed=seed),),
     "attack": attacks,
 }
@@ -133,11 +133,11 @@ STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOp
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "training.multipliers[max(t - training.plan.steps//training.plan.epochs, 0)].item()"
 LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)) # Where the trainer does not look itself
-NO_LOOK = (Patch(engines, "check_norm", "found<.99*lone", "False"), Patch(engines, "check_gradient", "away>.01*size", "False")) # The engines see wrong norms themselves
-NO_MEETING = Patch(engines, "lone_gradient", "x.nan_to_num(0, 0, 0).any()", "False")
-NO_COPIES = Patch(engines, "is_alone", "not near(first, loss(*copies", "False and not near(first, loss(*copies")
-NO_REFUSAL = Patch(private_step, "check_layer", "isinstance(layer, nn.modules.batchnorm._BatchNorm)", "False")
-NO_BUFFERS = Patch(private_step, "check_own_parameters", "if found: raise", "if False: raise")
+NO_LOOK = (Patch(spot_checks, "_check_norm", "found<.99*true", "False"), Patch(spot_checks, "_check_direction", "away>.01*size", "False")) # The engines see wrong norms themselves
+NO_MEETING = Patch(spot_checks, "_gradient_of", "x.nan_to_num(0, 0, 0).any()", "False")
+NO_COPIES = Patch(spot_checks, "_is_alone", "not _near(first, loss(*_copies", "False and not _near(first, loss(*_copies")
+NO_REFUSAL = Patch(model_checks, "check_model", "in REFUSALS", "in (row for row in REFUSALS if row.name != 'batch normalisation')")
+NO_BUFFERS = Patch(model_checks.Refusal, "check", "if place is not None", "if place is not None and not self.name.startswith('chance or buffers')")
 BATCH_NORM = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs)")
 BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs, track_running_stats=False)")
 
@@ -145,22 +145,22 @@ ZOO = [
     Bug("noise at two thirds", "Noise has 2/3 of its scale.", "step", SCALE,
         (Patch(GaussianNoise, "fill_", "self.key(), std, ", "self.key(), 2/3*std, "),)),
     Bug("noise without the bound", "Noise is not scaled by the clipping bound.", "step", SCALE,
-        (Patch(STEP, "draw_noise", "self.step_multiplier*self.sensitivity/", "self.step_multiplier/"),)),
+        (Patch(STEP, "add_noise", "self.step_multiplier*self.sensitivity/", "self.step_multiplier/"),)),
     Bug("noise reused", "Every step draws its noise from the same key.", "step", "noises are uncorrelated",
         (Patch(GaussianNoise, "key", "generator=self.generator", "generator=torch.Generator().manual_seed(0)"),)),
     Bug("layer not clipped", "One layer is added up unscaled.", "step", RECORD,
-        (Patch(STEP, "accumulate", "losses = self.engine", "self.engine.flat.share = 1/self.expected_batch_size; losses = self.engine"),
-         Patch(Book, "add_scaled", "add_parts(early, *map(torch.cat, zip(*found)))", "add_parts(early[:-1], *map(torch.cat, zip(*found))); add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"), *NO_LOOK)),
+        (Patch(STEP, "accumulate", "losses = self.recorder", "self.recorder.flat.share = 1/self.expected_batch_size; losses = self.recorder"),
+         Patch(BookKeeping, "samples", "_add_parts(early, *map(torch.cat, zip(*found)))", "_add_parts(early[:-1], *map(torch.cat, zip(*found))); _add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"), *NO_LOOK)),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
-        (Patch(Book, "add_scaled", "part in early)])", "part in early[1:])])"), *NO_LOOK)),
+        (Patch(BookKeeping, "samples", "part in early)])", "part in early[1:])])"), *NO_LOOK)),
     Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's.", "step", RECORD,
-        (Patch(book_keeping, "add_late", "scale(norms)", "scale((norms.norm()/len(norms)).expand_as(norms))"), *NO_LOOK)),
+        (Patch(RecordedSamples, "__init__", "recorded if divisor==1 else divisor*recorded", "(recorded.norm()/len(recorded)).expand_as(recorded)"), *NO_LOOK)),
     Bug("clipping by the mean norm", "All samples get the factor of their mean norm.", "step", RECORD,
-        (Patch(book_keeping, "add_late", "scale(norms)", "scale(norms.mean().expand_as(norms))"), *NO_LOOK)),
+        (Patch(RecordedSamples, "__init__", "recorded if divisor==1 else divisor*recorded", "recorded.mean().expand_as(recorded)"), *NO_LOOK)),
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
         (Patch(BATCHES, "restart", "listener()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
-        (Patch(STEP, "begin", "True, False, []", "True, self.is_begun and self.has_noise, []", (("self.engine.is_held = False", "pass"),)),)),
+        (Patch(STEP, "begin", "True, False, False", "True, self.is_begun and self.has_noise, False"),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
         (Patch(BATCHES, "__iter__", "self.begin_pass()", "self.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(self.plan.dataset_size)",
                (("batch, mark = self.draw(self)", "batch, mark = order[_*self.plan.expected_batch_size:][:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),
@@ -170,15 +170,15 @@ ZOO = [
         (Patch(run, "epoch_steps", "zip(training.batches,",
                "zip((order[t*training.plan.expected_batch_size:][:training.plan.expected_batch_size].tolist() for order in [torch.randperm(training.plan.dataset_size)] for t, batch in enumerate(training.batches)),"),)),
     Bug("realised batch size", "The sum is divided by the number of samples that came.", "step", SUM,
-        (Patch(STEP, "accumulate", "seen[-1][1]/self.expected_batch_size", "seen[-1][1]/len(norms)"),)),
+        (Patch(STEP, "add_recorded", "scales/self.expected_batch_size", "scales/len(scales)"),)),
     Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step", "an empty batch moves by noise",
-        (Patch(STEP, "finish", "self.optimizer.step()", "self.optimizer.step() if self.seen else None"),)),
+        (Patch(STEP, "finish", "self._step_optimizer()", "self._step_optimizer() if self.seen else None"),)),
     Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop", POISSON,
         (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("current.drawn.append((len(batch), mark))", "current.drawn.extend([(len(batch), mark)] if batch else [])"),)),)),
     Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
-        (Patch(private_step, "is_kept", "now is not None and is_same(now, value)", "True"),)),
+        (Patch(spot_checks, "_is_kept", "now is not None and is_same(now, value)", "True"),)),
     Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
         (Patch(Ledger, "add_step", "clip_rule.joint_events(_one_step(noise_multiplier, sample_rate))", "_one_step(noise_multiplier, sample_rate)"),)),
     Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
@@ -186,8 +186,8 @@ ZOO = [
     Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,
         (Patch(clipping.CountingRule, "update", "noisy_counts(self.counts(norms, groups), self.count_noise, generator)", "self.counts(norms, groups)"),)),
     Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.", "step, groups", SCALE,
-        (Patch(STEP, "scales", "self.draw_noise()", "self.present = groups; self.draw_noise()"),
-         Patch(STEP, "draw_noise", "self.clip_rule.sensitivity", "max(self.clip_rule.group_bounds[k] for k in self.present) if self.counts_first and hasattr(self, 'present') else self.clip_rule.sensitivity"))),
+        (Patch(STEP, "add_recorded", "self.add_noise()", "self.present = labels; self.add_noise()"),
+         Patch(STEP, "add_noise", "self.clip_rule.sensitivity", "max(self.clip_rule.group_bounds[k] for k in self.present) if self.counts_first and hasattr(self, 'present') else self.clip_rule.sensitivity"))),
     Bug("late schedule", "The applied multiplier is that of the epoch before.", "loop", APPLIED,
         (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
     Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and takes down the right one.", "run", APPLIED,
@@ -202,7 +202,7 @@ ZOO = [
         (Patch(clipping.CountingRule, "update", "self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)",
                "replace(self, strict_max_grad_norm=float(norms.max().clamp(min=1e-3)) if len(norms) else self.strict_max_grad_norm) if isinstance(self, Global) else self"),)),
     Bug("bound of raw norms", "The clipping bound is the batch's median norm.", "step", RAW,
-        (Patch(STEP, "scales", "self.draw_noise()", "self.clip_rule = __import__('dataclasses').replace(self.clip_rule, max_grad_norm=float(norms.median().clamp(min=1e-3))); self.draw_noise()"),)),
+        (Patch(STEP, "add_recorded", "self.add_noise()", "self.clip_rule = __import__('dataclasses').replace(self.clip_rule, max_grad_norm=float(samples.norms.median().clamp(min=1e-3))); self.add_noise()"),)),
 ]
 
 ATTACKED = {"noise at two thirds", "noise without the bound", "noise reused", "layer not clipped", "realised batch size", "count unaccounted", "count without noise", "threshold of raw norms"}  # what the small attack sees too

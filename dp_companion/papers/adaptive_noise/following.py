@@ -13,9 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from ...algorithms.clipping import ClipRule
-from ...algorithms.engines import call, per_sample_losses
+from ...algorithms.gradient_recorder import per_sample_losses
+from ...algorithms.nested_tensors import call_model
 from ...algorithms.noise import GaussianNoise
-from ...algorithms.private_step import StepReport, unchanged_state
+from ...algorithms.private_step import StepReport
+from ...algorithms.spot_checks import UnchangedState
 from ...budgets.events import MechanismEvent
 from ...budgets.filters import RenyiFilter, same_batch
 from ...budgets.schedules import _real
@@ -49,8 +51,8 @@ class BatchStep:
     def __call__(self, loss_fn, inputs, targets, *, noise_multiplier:float,
         groups=None)->StepReport:
         self.optimizer.zero_grad()
-        with unchanged_state(self.model):
-            losses = per_sample_losses(loss_fn, call(self.model, inputs),
+        with UnchangedState(self.model).held():
+            losses = per_sample_losses(loss_fn, call_model(self.model, inputs),
                 targets) if len(targets) else torch.zeros(0)
         if len(targets): losses.mean().backward()
         norm, scale, std = *clip_batch_(self.model,
