@@ -159,7 +159,7 @@ ZOO = [
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
         (Patch(OPTIMIZER, "restart", "self.drop()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
-        (Patch(STEP, "begin", "True, False, False", "True, self.is_begun and self.has_noise, False"),)),
+        (Patch(STEP, "begin", "self.step_multiplier, self.is_begun = float(sigma), True", "was, self.step_multiplier, self.is_begun = self.is_begun and self.has_noise, float(sigma), True", (("self.is_counted = False, False", "self.is_counted = was, False"),)),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
         (Patch(BATCHES, "__iter__", "optimizer.begin_pass()", "optimizer.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(optimizer.plan.dataset_size)",
                (("poisson_batch(optimizer.plan, key, *share)", "order[_*optimizer.expected_batch_size:][:optimizer.expected_batch_size].tolist()"),)),)),
