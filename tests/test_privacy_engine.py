@@ -25,7 +25,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms.clipping import AutoS, Flat, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
-from dp_companion.algorithms.spot_checks import norm_of
 from dp_companion.algorithms.private_optimizer import check_collate
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.budgets.certified import certify
