@@ -242,7 +242,8 @@ def run(
     "seed": 0}. A stopped run is resumed at its last epoch and ends with the same record.
     `calibrate` gives the noise_multiplier of a certified spec.
     """
-    from dp_companion.training.records import read_record, record_path, spec_from_dict
+    from dp_companion.training.records import read_record, record_path
+    from dp_companion.training.spec import spec_from_dict
     from dp_companion.training.training import train
     checked = spec_from_dict(_json_object(spec))
     path = record_path(checked, runs)
@@ -283,7 +284,8 @@ def audit(
 # %% ../nbs/cli.ipynb #7a578b44
 def _finished(path, runs):
     "The record of a run, trained if there is none yet, and its folder of runs."
-    from dp_companion.training.records import read_record, spec_from_dict
+    from dp_companion.training.records import read_record
+    from dp_companion.training.spec import spec_from_dict
     from dp_companion.training.training import train
     content = _json_object(path)
     if "sha256" in content:

@@ -209,7 +209,7 @@ def test_audit_of_a_paper_s_headline():
 @pytest.mark.slow
 def test_audit_of_a_sanitized_run(tmp_path):
     from dataclasses import asdict, replace
-    from dp_companion.training.records import run_spec
+    from dp_companion.training.spec import run_spec
     from dp_companion.papers.sanitization.grid import layer_profile, printed_values
     spec = run_spec(**printed_values(replace(layer_profile("digits"), epochs=1, expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
     (tmp_path/"spec.json").write_text(json.dumps(asdict(spec)))

@@ -19,7 +19,8 @@ from dp_companion.training.datasets import load_dataset
 from dp_companion.training.grid import specs_of
 from dp_companion.papers.adaptive_noise.grid import adaptive_profile, adaptive_values
 from dp_companion.papers.sad.grid import SAD_METHODS, TABLE_II, sad_profile, sad_values
-from dp_companion.training.records import read_record, record_path, run_spec
+from dp_companion.training.records import read_record, record_path
+from dp_companion.training.spec import run_spec
 from dp_companion.training.run import Run
 from dp_companion.training.training import train
 

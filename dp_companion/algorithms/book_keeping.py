@@ -17,8 +17,9 @@ from torch import nn, Tensor
 from torch.nn.utils.parametrize import ParametrizationList
 from opacus.grad_sample import GradSampleModule
 from .nested_tensors import tensors_of
-from .per_sample_norms import CACHE_BYTES, HELD_BYTES, KERNELS, LatePart, Part
-from .per_sample_norms import Slot, candidates, kernels_of, opacus_rows, pieces, row_part
+from .per_sample_norms import CACHE_BYTES, HELD_BYTES, KERNELS, LatePart
+from .per_sample_norms import Slot, candidates, kernels_of, opacus_rows
+from .per_sample_norms import pieces, row_part
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #acb03971
 def gradient_slots(
@@ -27,12 +28,16 @@ def gradient_slots(
     "One flat gradient buffer for all trainable parameters, and each parameter's place in it."
     parameters = [p for p in model.parameters() if p.requires_grad]
     kinds = {(p.dtype, p.device) for p in parameters}
-    if not kinds: raise ValueError("module must have trainable parameters, got none; call requires_grad_ first")
+    if not kinds:
+        raise ValueError("module must have trainable parameters, got none; call "
+                         "requires_grad_ first")
     if len(kinds)!=1:
-        raise ValueError(f"trainable parameters must share one dtype and device, got {sorted(map(str, kinds))}")
+        raise ValueError("trainable parameters must share one dtype and device, got "
+                         f"{sorted(map(str, kinds))}")
     (dtype, device), sizes = kinds.pop(), [p.numel() for p in parameters]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    return flat, {p: Slot(x, x.as_strided(p.shape, _layout(p))) for p, x in zip(parameters, flat.split(sizes))}
+    return flat, {p: Slot(x, x.as_strided(p.shape, _layout(p)))
+                  for p, x in zip(parameters, flat.split(sizes))}
 
 def _layout(p:Tensor)->tuple: # Strides
     "The parameter's own strides where they are dense, else those of a contiguous tensor."
@@ -41,7 +46,8 @@ def _layout(p:Tensor)->tuple: # Strides
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9e0f164a
 def _is_holder(module:nn.Module)->bool: # Whether it only holds parameters of the module around it
-    parametrized = isinstance(module, nn.ModuleDict) and any(isinstance(x, ParametrizationList) for x in module.values())
+    parametrized = (isinstance(module, nn.ModuleDict)
+                    and any(isinstance(x, ParametrizationList) for x in module.values()))
     return isinstance(module, (nn.ParameterList, nn.ParameterDict)) or parametrized
 
 def _layers_inside(module:nn.Module)->list: # (name, module) of its children
@@ -50,7 +56,7 @@ def _layers_inside(module:nn.Module)->list: # (name, module) of its children
 def own_parameters(
     module:nn.Module,
 )->list: # Parameters
-    "A module's own trainable parameters, without those that a child has too, as in Opacus's recurrent layers."
+    "A module's own trainable parameters, without those that a child has too."
     inside = {p for _, child in _layers_inside(module) for p in child.parameters()}
     held = [p for child in module.children() if _is_holder(child) for p in child.parameters()]
     own = dict.fromkeys([*module.parameters(recurse=False), *held])
@@ -71,7 +77,8 @@ def recorded_layers(
         new = recorded_layers(module, f"{name}.{child}" if name else child)
         found.update({k: v for k, v in new.items() if all(v is not w for w in found.values())})
     blocks = [layer for layer in found.values() if not has_kernel(layer)]
-    inside = {m for layer in blocks for m in layer.modules() if m is not layer} # Under a second name
+    # Under a second name
+    inside = {m for layer in blocks for m in layer.modules() if m is not layer}
     return {k: v for k, v in found.items() if v not in inside}
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #160f745e
@@ -95,20 +102,24 @@ def _add_parts(
     bad:Tensor|None=None, # (samples,) bool; left out whatever their scale
 ):
     "Add the weighted sums of parts to their slots."
-    if bad is not None and bad.any(): parts = [(slot, part.without(bad)) for slot, part in parts]
-    for slot, part in parts: part.add(slot, scales.to(slot.flat.dtype), *part.rows)
+    if bad is not None and bad.any():
+        parts = [(slot, part.without(bad)) for slot, part in parts]
+    for slot, part in parts:
+        part.add(slot, scales.to(slot.flat.dtype), *part.rows)
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #f4b4454e
 def _seconds(kernel, layer, slots, a, b)->float:
     "Time of the norms and the sum by one kernel, in pieces as large as in a deep network."
-    if b.is_cuda: torch.cuda.synchronize()
+    if b.is_cuda:
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for part in kernel(layer, slots, a, b):
         if part.parameter not in slots: continue
         for at in pieces([part], len(b), HELD_BYTES//b.element_size()):
             formed = part.formed(at) if isinstance(part, LatePart) else part
             _add_parts([(slots[part.parameter], formed)], b.new_ones(len(b))[at])
-    if b.is_cuda: torch.cuda.synchronize()
+    if b.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter()-start
 
 _AS_FAST = 1.05 # Of two ways this close, the one that needs less memory
@@ -117,8 +128,10 @@ def _fastest(layer, slots, a, b, repeats:int=4)->str: # A name in `kernels_of(la
     "The candidate that took the least time on this batch."
     names = candidates(layer, slots, a, b)
     flats = {k: torch.zeros_like(s.flat) for k, s in slots.items()}
-    scratch = {k: Slot(flats[k], flats[k].as_strided(s.shaped.shape, s.shaped.stride())) for k, s in slots.items()}
-    def least(name): return min(_seconds(kernels_of(layer)[name], layer, scratch, a, b) for _ in range(repeats))
+    scratch = {k: Slot(flats[k], flats[k].as_strided(s.shaped.shape, s.shaped.stride()))
+               for k, s in slots.items()}
+    def least(name):
+        return min(_seconds(kernels_of(layer)[name], layer, scratch, a, b) for _ in range(repeats))
     times = {name: least(name) for name in names}
     return next(name for name in names if times[name]<=_AS_FAST*min(times.values()))
 
@@ -128,16 +141,18 @@ class BookKeeping:
     def __init__(self,
         model:nn.Module,
         *,
-        kernels:dict|None=None, # Layer name -> kernel; layers not named are timed on the first batch
+        kernels:dict|None=None, # Layer name -> kernel; other layers are timed on the first batch
     ):
         if not isinstance(kernels, dict|None):
-            raise ValueError(f"kernels must be a dict of layer names and kernels, got kernels={kernels!r}")
+            raise ValueError("kernels must be a dict of layer names and kernels, got "
+                             f"kernels={kernels!r}")
         self.model, self.kernels = model, dict(kernels or {})
         self.flat, self.slots = gradient_slots(model)
         self.layers = recorded_layers(model)
-        for name in self.kernels: self._check_pin(name)
-        self.layer_slots = {name: {k: self.slots[p] for k, p in layer.named_parameters() if p in self.slots}
-            for name, layer in self.layers.items()}
+        for name in self.kernels:
+            self._check_pin(name)
+        self.layer_slots = {name: {k: self.slots[p] for k, p in layer.named_parameters()
+                                   if p in self.slots} for name, layer in self.layers.items()}
         self.blocks = [name for name, layer in self.layers.items() if not has_kernel(layer)]
         self.anchor, self.passes = torch.zeros((), device=self.flat.device, requires_grad=True), 0
         self.is_open = False # Whether the forward pass runs
@@ -150,10 +165,12 @@ class BookKeeping:
         self.untimed, self.came, self.current = {}, {}, object()
 
     def _check_pin(self, name:str):
-        if name not in self.layers: raise ValueError(f"kernels must name layers of the model, got {name!r}")
+        if name not in self.layers:
+            raise ValueError(f"kernels must name layers of the model, got {name!r}")
         known = list(kernels_of(self.layers[name]))
         if self.kernels[name] not in known:
-            raise ValueError(f"kernels[{name!r}] must be one of {known}, got {self.kernels[name]!r}")
+            raise ValueError(f"kernels[{name!r}] must be one of {known}, got "
+                             f"{self.kernels[name]!r}")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9a6db5e4
 def _leaves(
@@ -175,15 +192,18 @@ def _refuse_ties(self:BookKeeping, model, args, output):
     found = _leaves(output)
     past = [name for name, p in model.named_parameters() if p in self.slots and p in found]
     if past:
-        raise ValueError(f"every parameter must be used by its own layer alone, got {past[0]!r} in a function "
-            "outside of it; give that use a module of its own that holds the parameter itself, not its layer")
+        raise ValueError("every parameter must be used by its own layer "
+                         f"alone, got {past[0]!r} in a function "
+                         "outside of it; give that use a module of its own "
+                         "that holds the parameter itself, not its layer")
 
 @patch
 def _freeze_in_layers(self:BookKeeping)->list: # Handles
     "Freeze parameters inside their own layers only, and look for them behind the output."
     def ask(layer, answer):
         for p in layer.parameters():
-            if p in self.slots: p.requires_grad_(answer)
+            if p in self.slots:
+                p.requires_grad_(answer)
     def before(layer, args): ask(layer, False)
     def after(layer, args, output): ask(layer, True)
     handles = [layer.register_forward_pre_hook(before) for layer in self.layers.values()]
@@ -197,8 +217,10 @@ def refuse_past(
     "Refuse a loss that reaches a parameter outside its layer."
     past = sum(g is not None for g in gradients)
     if past:
-        raise ValueError(f"the loss must reach parameters through the model's layers alone, got a gradient of {past} "
-            "parameters past them; for a penalty on weights use the optimizer's weight_decay")
+        raise ValueError("the loss must reach parameters through the model's "
+                         f"layers alone, got a gradient of {past} "
+                         "parameters past them; for a penalty on weights use "
+                         "the optimizer's weight_decay")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9fb35e2f
 def is_power_or_zero(passes:int)->bool: return passes&(passes-1)==0 # 0, 1, 2, 4, 8, ...
@@ -206,7 +228,8 @@ def is_power_or_zero(passes:int)->bool: return passes&(passes-1)==0 # 0, 1, 2, 4
 def check_precision(device_type:str):
     "Refuse layers that compute in another precision than their parameters have."
     if torch.is_autocast_enabled(device_type):
-        raise ValueError("the forward pass must run in the parameters' own precision, got autocast; leave it off")
+        raise ValueError("the forward pass must run in the parameters' own precision, got "
+                         "autocast; leave it off")
 
 @patch
 @contextmanager
@@ -215,35 +238,43 @@ def recording(self:BookKeeping):
     self.clear()
     handles = [layer.register_forward_hook(partial(self._tap, name), with_kwargs=True, prepend=True)
         for name, layer in self.layers.items()] # Before other hooks on the layer's output
-    handles += [self.layers[name].register_forward_pre_hook(partial(self._note, name)) for name in self.blocks]
+    handles += [self.layers[name].register_forward_pre_hook(partial(self._note, name))
+                for name in self.blocks]
     finds_ties = is_power_or_zero(self.passes)
-    if finds_ties: handles += self._freeze_in_layers()
-    for p in self.slots: p.requires_grad_(finds_ties)
+    if finds_ties:
+        handles += self._freeze_in_layers()
+    for p in self.slots:
+        p.requires_grad_(finds_ties)
     self.is_open = True
     try: yield self
     finally:
         self.is_open = False
         self.passes += torch.is_grad_enabled()
-        for handle in handles: handle.remove()
-        for p in self.slots: p.requires_grad_(True)
+        for handle in handles:
+            handle.remove()
+        for p in self.slots:
+            p.requires_grad_(True)
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9deed667
-ONCE = "loss.backward must go once through the last forward pass of the module, got an older or a second pass"
+ONCE = ("loss.backward must go once through the last forward pass of the module, got "
+        "an older or a second pass")
 
 @patch
 def _note(self:BookKeeping, name, layer, args):
     "Note the version of a block's input, to see whether the block changes it."
-    if args and isinstance(args[0], Tensor): self.came[name] = args[0]._version
+    if args and isinstance(args[0], Tensor):
+        self.came[name] = args[0]._version
 
 @patch
 def _check_call(self:BookKeeping, name, args, kwargs, output):
     "Refuse a call of a layer that no formula covers."
     extra = (*args[1:], *kwargs.values())
     if not args or not isinstance(output, Tensor) or any(x is not None for x in extra):
-        raise TypeError(f"layer {name!r} must take its input as its only argument, by position, and return one tensor")
+        raise TypeError(f"layer {name!r} must take its input as its only argument, by "
+                        "position, and return one tensor")
     if self.came.get(name, args[0]._version)!=args[0]._version:
-        raise ValueError(f"layer {name!r} must not change its input in place, which its gradient is made of; "
-            "use inplace=False, or clone the input")
+        raise ValueError(f"layer {name!r} must not change its input in place, which its "
+                         "gradient is made of; " "use inplace=False, or clone the input")
     check_precision(args[0].device.type)
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #2c8ed139
@@ -255,12 +286,15 @@ def _tap(self:BookKeeping, name, layer, args, kwargs, output):
     self.batch_sizes.append((name, len(args[0]))) # Of every call
     self.uses.update(self.layer_slots[name].values())
     output = _owned(output)
-    if not output.requires_grad: output = _Anchor.apply(output, self.anchor)
+    if not output.requires_grad:
+        output = _Anchor.apply(output, self.anchor)
     if output.grad_fn is None:
-        raise ValueError(f"module must run as Python, got layer {name!r} without a graph, as under torch.compile")
+        raise ValueError(f"module must run as Python, got layer {name!r} without a graph, as under "
+                         "torch.compile")
     held, version, at, mine = [args[0].detach()], args[0]._version, output.output_nr, self.current
     def back(b): # After the hooks of others on the output
-        if b[at] is None or (self.is_open and not torch.is_grad_enabled()): return # A gradient inside the model
+        # A gradient inside the model
+        if b[at] is None or (self.is_open and not torch.is_grad_enabled()): return
         self._check_back(name, mine is self.current and bool(held))
         self._write(name, held.pop(), version, b[at])
     output.grad_fn.register_prehook(back)
@@ -268,7 +302,7 @@ def _tap(self:BookKeeping, name, layer, args, kwargs, output):
 
 @patch
 def _check_back(self:BookKeeping, name, is_first:bool):
-    "Let the backward pass through once, after the forward pass, and only while that pass is the last."
+    "Let the backward pass through once, after the forward pass, while that is the last."
     if is_first and not self.is_open: return
     self.clear()
     raise ValueError(f"{ONCE} at layer {name!r}, as where a derivative is part of the loss")
@@ -278,10 +312,12 @@ def _check_back(self:BookKeeping, name, is_first:bool):
 def _write(self:BookKeeping, name, a, version, b):
     "Record one layer: its input `a` and the gradient `b` at its output."
     if a._version!=version:
-        raise ValueError(f"the input of layer {name!r} must not be changed in place after the layer has read it")
+        raise ValueError(f"the input of layer {name!r} must not be changed in place after the "
+                         "layer has read it")
     layer, slots = self.layers[name], self.layer_slots[name]
     self.freed, self.widest = self.freed + a.numel() + b.numel(), max(self.widest, b.numel())
-    if any(self.uses[slot]>1 for slot in slots.values()): return self._write_shared(layer, slots, a, b)
+    if any(self.uses[slot]>1 for slot in slots.values()):
+        return self._write_shared(layer, slots, a, b)
     if name not in self.kernels:
         names = candidates(layer, slots, a, b)
         if len(names)>1: return self._hold(name, a, b)
@@ -292,7 +328,8 @@ def _write(self:BookKeeping, name, a, version, b):
 def _page(self:BookKeeping, name, a, b)->list: # (Slot, Part) each
     "One layer's norms, and what its sums need."
     layer, slots = self.layers[name], self.layer_slots[name]
-    parts = [p for p in kernels_of(layer)[self.kernels[name]](layer, slots, a, b) if p.parameter in slots]
+    parts = [p for p in kernels_of(layer)[self.kernels[name]](layer, slots, a, b)
+             if p.parameter in slots]
     self.read += [(name, x, x._version) for part in parts for x in part.rows]
     return [(slots[part.parameter], part) for part in parts]
 
@@ -325,8 +362,10 @@ def check_batch(self:BookKeeping, batch_size:int):
     "Refuse layers whose input does not have the batch in front."
     for name, n in self.batch_sizes:
         if n!=batch_size:
-            raise ValueError(f"the first dimension of the input of layer {name!r} must be the batch of {batch_size}, "
-                f"got {n}; put the batch in front, and expand over it what is the same for all samples")
+            raise ValueError(f"the first dimension of the input of layer {name!r} "
+                             f"must be the batch of {batch_size}, "
+                             f"got {n}; put the batch in front, and expand over "
+                             "it what is the same for all samples")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #1f0fcbe7
 def _summed(
@@ -337,7 +376,8 @@ def _summed(
 
 class RecordedSamples:
     "Some samples of a recorded batch: their gradient norms, and a way to add their weighted sum."
-    def __init__(self, at:slice, late:list, known:Tensor, divisor): # `late`: (Slot, LatePart) each; `known`: (samples,)
+    # `late`: (Slot, LatePart) each; `known`: (samples,)
+    def __init__(self, at:slice, late:list, known:Tensor, divisor):
         self.at, self.divisor, self.added = at, divisor, None
         self._parts = [(slot, part.formed(at)) for slot, part in late]
         recorded = _summed([known, *(part.squared_norms for _, part in self._parts)]).sqrt_()
@@ -346,7 +386,8 @@ class RecordedSamples:
 
     def add_weighted_sum(self, scales:Tensor): # (samples,)
         "Add the sum of scales times gradients; samples whose norm is not finite are left out."
-        if self.divisor!=1: scales = self.divisor*scales
+        if self.divisor!=1:
+            scales = self.divisor*scales
         _add_parts(self._parts, scales, self._bad)
         self._parts, self.added = None, (scales, self._bad) # What was formed late is freed
 
@@ -366,14 +407,17 @@ def samples(self:BookKeeping,
         part = RecordedSamples(at, late, known[at], divisor)
         yield part
         found.append(part.added)
-    if None not in found: _add_parts(early, *map(torch.cat, zip(*found))) # Else norms alone were asked for
+    # Else norms alone were asked for
+    if None not in found:
+        _add_parts(early, *map(torch.cat, zip(*found)))
     self.clear()
 
 @patch
 def _room(self:BookKeeping)->int: # Numbers
     "The room for late gradients: what the backward pass gave back, or a cache."
     held = sum(x.numel() for _, x, _ in self.read)
-    free = max(self.freed, 3*self.widest) - held # The widest layer had its output, that gradient and its own at once
+    # The widest layer had its output, that gradient and its own at once
+    free = max(self.freed, 3*self.widest) - held
     return max(free, CACHE_BYTES//self.flat.element_size())
 
 @patch
@@ -384,8 +428,8 @@ def _closed(self:BookKeeping)->tuple: # Late parts, and all others
         raise ValueError("the loss must depend on at least one trainable layer, got none")
     for name, x, version in self.read:
         if x._version!=version:
-            raise ValueError(f"the input of layer {name!r} and its output's gradient must not be changed in place "
-                "before the step is over")
+            raise ValueError(f"the input of layer {name!r} and its output's gradient must not be "
+                             "changed in place " "before the step is over")
     self._time_held()
     parts = [part for of_layer in self.pages.values() for part in of_layer]
     late = [part for part in parts if isinstance(part[1], LatePart)]

@@ -32,14 +32,17 @@ def _over(
 @dataclass(frozen=True, kw_only=True)
 class ClipRule:
     "Per-sample gradient norms to per-sample scales; a subclass gives the formula, `weight`."
-    max_grad_norm: float = 1. # C or c0, what the scaled norm may reach; in (0, 1e30); 1 in all papers
+    # C or c0, what the scaled norm may reach; in (0, 1e30); 1 in all papers
+    max_grad_norm: float = 1.
     name: ClassVar[str] = "" # The word that says this rule on a command line and in a record
     needs_groups: ClassVar[bool] = False # Whether `scale` and `update` need group labels
-    counts_first: ClassVar[bool] = False # Whether a step counts before it scales (DP-F), or after (Global-Adapt)
+    # Whether a step counts before it scales (DP-F), or after (Global-Adapt)
+    counts_first: ClassVar[bool] = False
 
     def __post_init__(self):
         for f in fields(self):
-            if f.type in (float, "float"): _real(f.name, getattr(self, f.name), below=LARGEST)
+            if f.type in (float, "float"):
+                _real(f.name, getattr(self, f.name), below=LARGEST)
 
     @property
     def sensitivity(self)->float: # Upper bound on the scaled norm
@@ -118,7 +121,8 @@ class PSAC(ClipRule):
 @dataclass(frozen=True, kw_only=True)
 class Global(ClipRule):
     "Global scaling, c0/z up to the strict bound z and nothing above (Bu et al. 2021)."
-    strict_max_grad_norm: float = 100. # z, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
+    # z, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
+    strict_max_grad_norm: float = 100.
     name: ClassVar[str] = "global"
 
     def above(self, n): return torch.zeros_like(n)
@@ -141,7 +145,8 @@ def joint_event(
     count_query:str, # What the counts are called
 )->MechanismEvent: # Of both together
     "A gradient event with the counts of the same batch taken in."
-    return replace(event, noise_multiplier=joint_multiplier(event.noise_multiplier, count_noise), query=f"{event.query} and {count_query}")
+    return replace(event, noise_multiplier=joint_multiplier(event.noise_multiplier, count_noise),
+                   query=f"{event.query} and {count_query}")
 
 # %% ../../nbs/algorithms/clipping.ipynb #d0121b40
 def noisy_counts(
@@ -150,15 +155,19 @@ def noisy_counts(
     source:torch.Generator|GaussianNoise, # A seed, or a secure source
 )->Tensor: # float64
     "Counts with independent Gaussian noise."
-    if isinstance(source, GaussianNoise): return counts.cpu().double() + source.fill_(torch.empty(counts.shape, dtype=torch.float64), std)
+    if isinstance(source, GaussianNoise):
+        return counts.cpu().double() + source.fill_(torch.empty(counts.shape, dtype=torch.float64),
+                                                    std)
     counts = counts.to(source.device, torch.float64)
-    return counts + std*torch.randn(counts.shape, generator=source, dtype=counts.dtype, device=source.device)
+    return counts + std*torch.randn(counts.shape, generator=source, dtype=counts.dtype,
+                                    device=source.device)
 
 # %% ../../nbs/algorithms/clipping.ipynb #4b1fc96b
 @dataclass(frozen=True, kw_only=True)
 class CountingRule(ClipRule):
     "A rule that follows noisy counts; a subclass gives `counts` and `with_noisy_counts`."
-    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' configuration
+    # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' configuration
+    count_noise: float = 10.
     count_query: ClassVar[str] = "counts" # What the counts are called in a record
     def update(self,
         norms:Tensor, # (batch,) this step's gradient norms
@@ -176,13 +185,15 @@ class CountingRule(ClipRule):
         steps:int, # How many steps count
     )->tuple[MechanismEvent,...]:
         "The counts as an event, to be named in a record; composed beside the gradient it is no upper bound."
-        return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate, steps=steps, query=self.count_query),)
+        return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate,
+                               steps=steps, query=self.count_query),)
 
     def joint_events(self,
         gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
     )->tuple[MechanismEvent,...]: # What an accountant must see
         "Gradient events with the counts of the same batches taken in (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
-        return tuple(joint_event(event, self.count_noise, self.count_query) for event in gradient_events)
+        return tuple(joint_event(event, self.count_noise, self.count_query)
+                     for event in gradient_events)
 
 # %% ../../nbs/algorithms/clipping.ipynb #497e3a65
 LOG_STRICT_LIMIT = 69. # |log z| stays under this, so that z stays under LARGEST
@@ -200,9 +211,12 @@ def moved_threshold(
 @dataclass(frozen=True, kw_only=True)
 class GlobalAdapt(Global, CountingRule):
     "Global scaling that clips above z, and moves z by a noisy count (Esipova et al. 2022, arXiv 2206.07737)."
-    strict_max_grad_norm: float = 10. # z now, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
-    threshold_fraction: float = .7 # tau, norms above tau*z are counted; in (0, 1e30); the authors' script
-    threshold_rate: float = .1 # eta_z, rate of z and its target fraction; in (0, 1); the authors' script
+    # z now, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
+    strict_max_grad_norm: float = 10.
+    # tau, norms above tau*z are counted; in (0, 1e30); the authors' script
+    threshold_fraction: float = .7
+    # eta_z, rate of z and its target fraction; in (0, 1); the authors' script
+    threshold_rate: float = .1
     name: ClassVar[str] = "global_adapt"
     count_query: ClassVar[str] = "count above threshold"
 
@@ -225,14 +239,18 @@ class GlobalAdapt(Global, CountingRule):
     )->"GlobalAdapt":
         "The rule with z moved by the noisy count."
         share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
-        return replace(self, strict_max_grad_norm=moved_threshold(self.strict_max_grad_norm, self.threshold_rate, share))
+        return replace(self,
+                       strict_max_grad_norm=moved_threshold(self.strict_max_grad_norm,
+                           self.threshold_rate, share))
 
 # %% ../../nbs/algorithms/clipping.ipynb #be453ccf
 @dataclass(frozen=True, kw_only=True)
 class GlobalAdaptV2(Global):
     "Global scaling that clips by DP-PSAC above a scheduled z (paper global_adapt_v2, Algorithm 1)."
-    strict_max_grad_norm: float = 3. # z_e now, in the unit of the norm; in (0, 1e30); the paper's z_0 for fairness
-    stability: float = .1 # w, in the unit of the norm; in (0, 1e30); never given in the paper, DP-PSAC's usual value
+    # z_e now, in the unit of the norm; in (0, 1e30); the paper's z_0 for fairness
+    strict_max_grad_norm: float = 3.
+    # w, in the unit of the norm; in (0, 1e30); never given in the paper, DP-PSAC's usual value
+    stability: float = .1
     name: ClassVar[str] = "global_adapt_v2"
 
     def above(self, n): return _psac(self.max_grad_norm, n, self.stability)
@@ -241,7 +259,8 @@ class GlobalAdaptV2(Global):
 @dataclass(frozen=True, kw_only=True)
 class GroupAdaptive(CountingRule):
     "Flat clipping with a bound per group that follows noisy counts, DP-F (Xu et al. 2021, arXiv 2003.03699)."
-    num_groups: int # K, public; >= 1; max_grad_norm is below 1e30/(1 + K), since a bound may grow to (1 + K)*C0
+    # K, public; >= 1; max_grad_norm is below 1e30/(1 + K), since a bound may grow to (1 + K)*C0
+    num_groups: int
     group_bounds: tuple[float,...] = () # C_k now, for every group; empty starts at 2*C0
     name: ClassVar[str] = "group_adaptive"
     needs_groups: ClassVar[bool] = True
@@ -251,9 +270,13 @@ class GroupAdaptive(CountingRule):
     def __post_init__(self):
         super().__post_init__()
         K = _whole("num_groups", self.num_groups)
-        _real("max_grad_norm", self.max_grad_norm, below=LARGEST/(1 + K)) # No C_k is above (1 + K)*C0
-        bounds = tuple(float(_real("group_bounds", bound, below=LARGEST)) for bound in self.group_bounds or (2*self.max_grad_norm,)*K)
-        if len(bounds) != K: raise ValueError(f"group_bounds must be one per group, {K}, got group_bounds={self.group_bounds}")
+        # No C_k is above (1 + K)*C0
+        _real("max_grad_norm", self.max_grad_norm, below=LARGEST/(1 + K))
+        bounds = tuple(float(_real("group_bounds", bound, below=LARGEST))
+                       for bound in self.group_bounds or (2*self.max_grad_norm,)*K)
+        if len(bounds) != K:
+            raise ValueError(f"group_bounds must be one per group, {K}, got "
+                             f"group_bounds={self.group_bounds}")
         object.__setattr__(self, "group_bounds", bounds)
 
     @property
@@ -264,10 +287,15 @@ class GroupAdaptive(CountingRule):
         return (bounds/n).clamp(max=1)
 
     def _labels(self, groups):
-        if groups is None: raise ValueError("groups must be given, one label per sample, got groups=None")
-        if groups.is_floating_point(): raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call groups.long()")
+        if groups is None:
+            raise ValueError("groups must be given, one label per sample, got groups=None")
+        if groups.is_floating_point():
+            raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call "
+                             "groups.long()")
         bad = groups[(groups < 0) | (groups >= self.num_groups)]
-        if len(bad): raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got groups={bad[0].item()}")
+        if len(bad):
+            raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got "
+                             f"groups={bad[0].item()}")
         return groups.long()
 
 # %% ../../nbs/algorithms/clipping.ipynb #6f83a938
@@ -294,7 +322,9 @@ def with_noisy_counts(self:GroupAdaptive,
     return replace(self, group_bounds=tuple((self.max_grad_norm*(1 + room)).tolist()))
 
 # %% ../../nbs/algorithms/clipping.ipynb #ae707034
-RULES = {rule.name: rule for rule in (Flat, AutoS, PSAC, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive)} # name -> class, in the order of the papers
+# name -> class, in the order of the papers
+RULES = {rule.name: rule
+         for rule in (Flat, AutoS, PSAC, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive)}
 
 
 def clip_rule(
@@ -302,5 +332,6 @@ def clip_rule(
     **constants, # Fields of that rule; the rest keep their defaults
 )->ClipRule:
     "The clipping rule of that name."
-    if name not in RULES: raise ValueError(f"name must be one of {', '.join(RULES)}, got name={name}")
+    if name not in RULES:
+        raise ValueError(f"name must be one of {', '.join(RULES)}, got name={name}")
     return RULES[name](**constants)

@@ -14,14 +14,15 @@ from .nested_tensors import call_model
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #8d7e8969
 def per_sample_losses(
-    loss_fn, # A torch loss; or a function of (outputs, targets), with `reduction` or with one loss per sample
+    loss_fn, # A torch loss, or a function of (outputs, targets) with one loss per sample
     outputs, # Of the model
     targets:Tensor, # (batch, ...)
 )->Tensor: # (batch,)
     "One loss per sample, whatever the loss's own reduction."
     reduction, losses = _unreduced(loss_fn, outputs, targets)
     if losses.dim()==0 or len(losses)!=len(targets):
-        raise ValueError(f"loss_fn must give one loss per sample, got shape {tuple(losses.shape)} for {len(targets)} samples")
+        raise ValueError("loss_fn must give one loss per sample, got shape "
+                         f"{tuple(losses.shape)} for {len(targets)} samples")
     parts = losses.reshape(len(losses), losses.shape[1:].numel()) # No samples have no losses
     return parts.mean(1) if reduction=="mean" else parts.sum(1)
 
@@ -41,14 +42,15 @@ class GradientRecorder:
     def __init__(self,
         model:nn.Module,
         *,
-        kernels:dict|None=None, # Layer name -> kernel; layers not named are timed on the first batch
+        kernels:dict|None=None, # Layer name -> kernel; other layers are timed on the first batch
     ):
         self.model, self.book = model, BookKeeping(model, kernels=kernels)
         self.flat, self.slots, self.kernels = self.book.flat, self.book.slots, self.book.kernels
         self.clear()
 
     @property
-    def is_filled(self)->bool: return bool(self.book.pages or self.book.shared) # Whether a backward pass ran
+    # Whether a backward pass ran
+    def is_filled(self)->bool: return bool(self.book.pages or self.book.shared)
 
     def clear(self):
         "Forget the last forward and backward pass."
@@ -64,7 +66,8 @@ class GradientRecorder:
         "Run the forward pass, ready for a backward pass."
         check_precision(self.flat.device.type)
         self.clear()
-        for p in self.slots: p.grad = None
+        for p in self.slots:
+            p.grad = None
         self.batch_size, self.divisor = batch_size, divisor
         with self.book.recording(): return call_model(self.model, inputs)
 
@@ -78,9 +81,10 @@ class GradientRecorder:
     def check(self)->int: # The batch size
         "Refuse a step without a backward pass, or with one past the layers."
         if self.batch_size is None or (self.batch_size and not self.is_filled):
-            raise ValueError("optimizer.step must follow a forward pass of the returned module in training mode and its "
-                "loss.backward, got neither or one")
-        if self.batch_size: refuse_past(p.grad for p in self.slots)
+            raise ValueError("optimizer.step must follow a forward pass of the returned module in "
+                             "training mode and its " "loss.backward, got neither or one")
+        if self.batch_size:
+            refuse_past(p.grad for p in self.slots)
         return self.batch_size
 
     def samples(self, *, at_once:bool=False): # Yields `RecordedSamples`; in one piece if `at_once`

@@ -36,7 +36,8 @@ def _layers(predicate, word:str="", trained:bool=True)->Callable: # (model) -> n
     "The layers of which a predicate holds."
     def found(model):
         for name, layer in model.named_modules():
-            if (not trained or _trains(layer)) and predicate(layer): yield f"{word or type(layer).__name__} at {name!r}"
+            if (not trained or _trains(layer)) and predicate(layer):
+                yield f"{word or type(layer).__name__} at {name!r}"
     return found
 
 def _parameters(predicate, word)->Callable: # `word`: (parameter) -> what it is called
@@ -52,7 +53,8 @@ def _mixes(layer)->bool: # Whether batch normalisation mixes samples
     return layer.training or layer.running_mean is None or _trains(layer)
 
 def _counts_words(layer)->bool:
-    return isinstance(layer, nn.Embedding) and bool(layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse)
+    return (isinstance(layer, nn.Embedding)
+            and bool(layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse))
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 
@@ -61,8 +63,10 @@ def _block_with_chance(model):
     for name, layer in model.named_modules():
         if not _trains(layer) or has_kernel(layer) or not own_parameters(layer): continue
         for m in layer.modules():
-            found = [f"the {type(x).__name__} {key!r}" for key, x in vars(m).items() if isinstance(x, _GENERATORS)]
-            if isinstance(m, nn.modules.dropout._DropoutNd) and m.p>0: found.append(type(m).__name__)
+            found = [f"the {type(x).__name__} {key!r}" for key, x in vars(m).items()
+                     if isinstance(x, _GENERATORS)]
+            if isinstance(m, nn.modules.dropout._DropoutNd) and m.p>0:
+                found.append(type(m).__name__)
             found += [f"the buffer {key!r}" for key, _ in m.named_buffers(recurse=False)]
             yield from (f"{what} inside {type(layer).__name__} at {name!r}" for what in found)
 
@@ -86,37 +90,53 @@ def _attention(model):
     return (f"MultiheadAttention at {name!r}" for name, layer in recorded_layers(model).items()
         if isinstance(layer, nn.MultiheadAttention))
 
-def _hooked_by_opacus(model): return [f"the {type(model).__name__}"]*hasattr(model, "autograd_grad_sample_hooks")
+def _hooked_by_opacus(model):
+    return [f"the {type(model).__name__}"]*hasattr(model, "autograd_grad_sample_hooks")
 
 # %% ../../nbs/algorithms/model_checks.ipynb #01e8a112
+def _is_coarse(p)->bool: return p.dtype not in (torch.float32, torch.float64)
+def _is_recurrent(layer)->bool: return isinstance(layer, (nn.RNNBase, nn.RNNCellBase))
+def _is_bag(layer)->bool: return isinstance(layer, nn.EmbeddingBag)
+def _is_bias_kv(layer)->bool: return isinstance(layer, SequenceBias) and not layer.batch_first
+
 REFUSALS = ( # In the order in which a model is checked
-    Refusal("a model with Opacus's hooks", _hooked_by_opacus, "carries Opacus's hooks, which hold raw gradients", "build it anew"),
-    Refusal("a lazy parameter", _parameters(is_lazy, lambda p: "the lazy parameter"), "has no shape yet", "run the model on a batch before"),
-    Refusal("half precision", _parameters(lambda p: p.dtype not in (torch.float32, torch.float64), lambda p: f"the {p.dtype} parameter"),
-        "is rounded after clipping, so one sample can move a sum by many times its bound", "call model.float()"),
+    Refusal("a model with Opacus's hooks", _hooked_by_opacus,
+        "carries Opacus's hooks, which hold raw gradients", "build it anew"),
+    Refusal("a lazy parameter", _parameters(is_lazy, lambda p: "the lazy parameter"),
+        "has no shape yet", "run the model on a batch before"),
+    Refusal("half precision", _parameters(_is_coarse, lambda p: f"the {p.dtype} parameter"),
+        "is rounded after clipping, so one sample can move a sum by many times its bound",
+        "call model.float()"),
     Refusal("a hook on a parameter", _parameters(_is_hooked, lambda p: "the hook on the parameter"),
         "changes a gradient after it is measured", "remove it"),
-    Refusal("batch normalisation", _layers(_mixes, trained=False), "mixes the samples of a batch",
+    Refusal("batch normalisation", _layers(_mixes, trained=False),
+        "mixes the samples of a batch",
         "use GroupNorm, or freeze it and keep it in evaluation mode"),
-    Refusal("an embedding with max_norm, scale_grad_by_freq or sparse", _layers(_counts_words, trained=False),
-        "changes its weights in the forward pass, counts words over the batch, or has a sparse gradient",
+    Refusal("max_norm, scale_grad_by_freq or sparse embeddings", _layers(_counts_words, trained=False),
+        "changes its weights in the forward pass, counts words over the batch, or is sparse",
         "leave out max_norm, scale_grad_by_freq and sparse"),
     Refusal("chance or buffers beside a parameter of a module's own", _block_with_chance,
         "gives another result when the block runs again for its per-sample gradients",
         "put the block's own parameters into a module of their own"),
-    Refusal("torch's recurrent layers", _layers(lambda layer: isinstance(layer, (nn.RNNBase, nn.RNNCellBase))),
+    Refusal("torch's recurrent layers", _layers(_is_recurrent),
         "computes all its steps in one call, which hides the gradient of a sample",
         "use DPLSTM, DPGRU or DPRNN of opacus.layers, or their cells"),
-    Refusal("EmbeddingBag", _layers(lambda layer: isinstance(layer, nn.EmbeddingBag)),
-        "may pack samples, so that none has a row of its own", "use Embedding and a mean over its words"),
-    Refusal("add_bias_kv", _layers(lambda layer: isinstance(layer, SequenceBias) and not layer.batch_first),
-        "puts the sequence in front of the batch", "use DPMultiheadAttention with add_bias_kv=False"),
-    Refusal("compiled and traced modules", _layers(_is_compiled), "does not call its layers one by one",
+    Refusal("EmbeddingBag", _layers(_is_bag),
+        "may pack samples, so that none has a row of its own",
+        "use Embedding and a mean over its words"),
+    Refusal("add_bias_kv", _layers(_is_bias_kv),
+        "puts the sequence in front of the batch",
+        "use DPMultiheadAttention with add_bias_kv=False"),
+    Refusal("compiled and traced modules", _layers(_is_compiled),
+        "does not call its layers one by one",
         "give the module as it was before compiling or tracing"),
-    Refusal("layers changed behind their class", _changed_behind_its_class, "makes a layer do something else than its class promises",
+    Refusal("layers changed behind their class", _changed_behind_its_class,
+        "makes a layer do something else than its class promises",
         "make it a module around the layer, or a parametrization"),
-    Refusal("torch's attention", _attention, "computes its projections in one call, which hides the gradient of a sample",
-        "use DPMultiheadAttention of opacus.layers with batch_first=True, or linear layers around scaled_dot_product_attention"),
+    Refusal("torch's attention", _attention,
+        "computes its projections in one call, which hides the gradient of a sample",
+        "use DPMultiheadAttention of opacus.layers with batch_first=True, or linear layers around "
+        "scaled_dot_product_attention"),
 )
 
 def check_model(model:nn.Module):

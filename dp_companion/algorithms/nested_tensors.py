@@ -22,8 +22,10 @@ def tensors_of(
     for x in todo: # `todo` grows meanwhile
         if id(x) in seen: continue
         seen[id(x)] = x
-        if isinstance(x, Mapping): todo += x.values()
-        elif isinstance(x, (tuple, list)): todo += x
+        if isinstance(x, Mapping):
+            todo += x.values()
+        elif isinstance(x, (tuple, list)):
+            todo += x
         elif not (isinstance(x, (Tensor, nn.Module)) or callable(x)):
             todo += getattr(x, "__dict__", {}).values()
     return [x for x in seen.values() if isinstance(x, Tensor)]
@@ -37,9 +39,12 @@ def mapped(
     made = {} # id of a plain object, which may hold itself -> its copy
     def one(y):
         if isinstance(y, Tensor): return change(y)
-        if isinstance(y, dict): return _filled(copy.copy(y), {k: tree_map(one, v) for k, v in y.items()})
+        if isinstance(y, dict):
+            return _filled(copy.copy(y), {k: tree_map(one, v) for k, v in y.items()})
         if is_dataclass(y) and not isinstance(y, type):
-            return replace(y, **{f.name: tree_map(one, getattr(y, f.name)) for f in fields(y) if f.init})
+            return replace(y,
+                           **{f.name: tree_map(one, getattr(y, f.name)) for f in fields(y)
+                              if f.init})
         if id(y) not in made and hasattr(y, "__dict__") and tensors_of(y):
             made[id(y)] = new = copy.copy(y)
             vars(new).update({k: tree_map(one, v) for k, v in vars(y).items()})
@@ -70,5 +75,6 @@ def samples_of(inputs, index, batch_size:int): # `inputs` for some samples
 def batch_size_of(inputs)->int: # A structure, as for `tensors_of`
     "Length of the first tensor that has a dimension."
     tensors = [x for x in tensors_of(inputs) if x.dim()]
-    if not tensors: raise TypeError("the module must be given a tensor with the batch in front, got none")
+    if not tensors:
+        raise TypeError("the module must be given a tensor with the batch in front, got none")
     return len(tensors[0])

@@ -18,12 +18,13 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 # %% ../../nbs/algorithms/noise.ipynb #19693346
 BLOCK = 1<<18 # Bytes of which the first half gives radii and the second angles, a multiple of 16
-AT_ONCE = 8 # Blocks drawn and turned at once: enough for several threads, and few enough for the cache
+# Blocks drawn and turned at once: enough for several threads, and few enough for the cache
+AT_ONCE = 8
 ZEROS = bytes(AT_ONCE*BLOCK)
 
 def key_stream(
     key:bytes, # 16 bytes; never used for a second stream of the same purpose
-    purpose:int=0, # First byte of the counter: 0 for noise, 1 for batches, which share no block even where one seed gave both their keys
+    purpose:int=0, # First byte of the counter: 0 for noise, 1 for batches, which share no block
 ): # An encryptor, for `random_bits_`
     "The stream of AES-128 in counter mode (NIST SP 800-38A), from its beginning."
     if len(key)!=16: raise ValueError(f"key must be 16 bytes long, got {len(key)} bytes")
@@ -34,10 +35,12 @@ def random_bits_(
     stream, # A `key_stream`
 )->np.ndarray: # `out`
     "Overwrite an array by the next bytes of the stream, the encryption of zeros."
-    if out.nbytes>len(ZEROS): raise ValueError(f"out must have at most {len(ZEROS)} bytes, got {out.nbytes}")
+    if out.nbytes>len(ZEROS):
+        raise ValueError(f"out must have at most {len(ZEROS)} bytes, got {out.nbytes}")
     view = memoryview(out.view(np.uint8))
     head = max(len(view)-16, 0) # `update_into` wants 15 bytes more than it fills
-    if head: stream.update_into(memoryview(ZEROS)[:head], view)
+    if head:
+        stream.update_into(memoryview(ZEROS)[:head], view)
     view[head:] = stream.update(ZEROS[head:len(view)])
     return out
 
@@ -57,10 +60,13 @@ def box_muller_(
     stream=None, # A `key_stream` for the last cell; `None` leaves it as it is
 )->Tensor: # `out`, independent N(0, std^2)
     "Turn random bits into Gaussians, two for two, in place (Box & Muller 1958)."
-    bits, top = out.view(torch.int32 if out.dtype==torch.float32 else torch.int64), 2.**(8*out.itemsize-1)
+    bits = out.view(torch.int32 if out.dtype==torch.float32 else torch.int64)
+    top = 2.**(8*out.itemsize-1)
     size = bits[:, 0].bitwise_or(1).to(out.dtype).abs_()
-    if stream is not None and size.amin()==1: spread_(size, stream)
-    radius, angle = size.mul_(1/top).log_().mul_(-2*std*std).sqrt_(), bits[:, 1].to(out.dtype).mul_(math.pi/top)
+    if stream is not None and size.amin()==1:
+        spread_(size, stream)
+    radius = size.mul_(1/top).log_().mul_(-2*std*std).sqrt_()
+    angle = bits[:, 1].to(out.dtype).mul_(math.pi/top)
     torch.cos(angle, out=out[:, 0]).mul_(radius)
     torch.sin(angle, out=out[:, 1]).mul_(radius)
     return out
@@ -102,9 +108,12 @@ class GaussianNoise:
     secure:bool = False # Key every draw from the operating system
 
     def __post_init__(self):
-        if not isinstance(self.generator, torch.Generator|None): raise ValueError(f"generator must be a torch.Generator or None, got generator={self.generator!r}")
+        if not isinstance(self.generator, torch.Generator|None):
+            raise ValueError("generator must be a torch.Generator or None, got "
+                             f"generator={self.generator!r}")
         if self.secure and self.generator is not None:
-            raise ValueError("generator must be None with secure=True: noise for release has no seed")
+            raise ValueError("generator must be None with secure=True: noise for release has no "
+                             "seed")
 
     @property
     def label(self)->str: # For records
@@ -122,9 +131,12 @@ def fill_(self:GaussianNoise,
     std:float, # Standard deviation: 0, or between 1e-17 and 1e17
 )->Tensor: # `out`
     "Overwrite `out` with independent N(0, std^2)."
-    if not (std==0 or 1e-17<=std<=1e17): raise ValueError(f"std must be 0, or between 1e-17 and 1e17 for its square to be a number, got std={std}; scale the loss")
+    if not (std==0 or 1e-17<=std<=1e17):
+        raise ValueError("std must be 0, or between 1e-17 and 1e17 for its square to be a number, "
+                         f"got std={std}; scale the loss")
     if std==0 or out.numel()==0: return out.zero_()
-    if out.dtype not in (torch.float32, torch.float64): return out.copy_(self.fill_(torch.empty_like(out, dtype=torch.float32), std))
+    if out.dtype not in (torch.float32, torch.float64):
+        return out.copy_(self.fill_(torch.empty_like(out, dtype=torch.float32), std))
     if out.numel()%2: return out.copy_(self.fill_(out.new_empty(out.numel()+1), std)[:-1])
     here = out if out.device.type=="cpu" else torch.empty_like(out, device="cpu")
     gaussian_(here.numpy(), self.key(), std, is_long=self.secure)

@@ -38,7 +38,8 @@ class Slot:
     shaped:Tensor # The same memory in the parameter's shape and layout
 
     @property
-    def channels_last(self)->bool: return not self.shaped.is_contiguous() # Memory runs over kernel positions, then channels
+    # Memory runs over kernel positions, then channels
+    def channels_last(self)->bool: return not self.shaped.is_contiguous()
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #c0b17eaa
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,8 @@ class Part:
         bad:Tensor, # (batch,) bool
     )->"Part":
         "The same part with the rows of some samples zeroed."
-        return Part(self.parameter, self.squared_norms.masked_fill(bad, 0), tuple(zero_rows(x, bad) for x in self.rows), self.add)
+        return Part(self.parameter, self.squared_norms.masked_fill(bad, 0),
+                    tuple(zero_rows(x, bad) for x in self.rows), self.add)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #2b2e1d15
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,8 @@ class LatePart:
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #fb2f673f
 def zero_rows(rows:Tensor, bad:Tensor)->Tensor:
     "A copy of `rows` with those of the bad samples zeroed."
-    return rows.masked_fill(bad.repeat_interleave(len(rows)//len(bad)).view(-1, *[1]*(rows.dim()-1)), 0)
+    return rows.masked_fill(bad.repeat_interleave(len(rows)//len(bad))
+                            .view(-1, *[1]*(rows.dim()-1)), 0)
 
 @cache
 def least(dtype:torch.dtype)->float:
@@ -120,15 +123,18 @@ def pieces(
     "As many samples at once as have room for their gradients in what was freed, or in a quarter of what they are formed of."
     late = [part for part in parts if isinstance(part, LatePart)]
     if not late: return [slice(None)]
-    room = max(freed, sum(x.numel() for part in late for x in part.rows)//4, LAUNCH_ELEMENTS*late[0].rows[0].is_cuda)
-    size = math.ceil(batch/math.ceil(batch/max(1, room//sum(part.elements for part in late)))) # of even pieces
+    room = max(freed, sum(x.numel() for part in late for x in part.rows)//4,
+               LAUNCH_ELEMENTS*late[0].rows[0].is_cuda)
+    # of even pieces
+    size = math.ceil(batch/math.ceil(batch/max(1, room//sum(part.elements for part in late))))
     return [slice(start, start + size) for start in range(0, batch, size)]
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #0871653e
 def add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add the sum of scales_i b_it a_it' over samples and positions; a (batch, T, in), b (batch, T, out)."
     weighted = b*scales.view(-1, 1, 1)
-    slot.flat.view(b.shape[-1], -1).addmm_(weighted.reshape(-1, b.shape[-1]).T, a.reshape(-1, a.shape[-1]))
+    slot.flat.view(b.shape[-1], -1).addmm_(weighted.reshape(-1, b.shape[-1]).T,
+                                           a.reshape(-1, a.shape[-1]))
 
 def rounded_up(
     gram:Tensor, # (batch,) float64
@@ -139,7 +145,8 @@ def rounded_up(
     "Squared norms from Gram sums, not below the true ones (@eq-rounded-up)."
     total, limits = lengths.sum(1), torch.finfo(like.dtype)
     exact = (gram + features*torch.finfo(torch.float64).eps*total.square()).clamp_(min=0).sqrt_()
-    return (exact + lengths.shape[1]*limits.eps*total).square_().to(like.dtype).add_(limits.tiny*limits.eps)
+    return ((exact + lengths.shape[1]*limits.eps*total).square_().to(like.dtype)
+            .add_(limits.tiny*limits.eps))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #1c9ce3ae
 def gram(x:Tensor)->Tensor: # (batch, T, T) float64
@@ -169,8 +176,10 @@ CACHE_BYTES = 1<<21 # Patches formed at once, so that they are still in the cach
 
 def linear_rank_one(layer, slots, a, b):
     "One vector per sample (Goodfellow 2015)."
-    if a.dim()>2: return linear_matrices(layer, slots, a, b) # chosen on a batch of vectors, and now there are positions
-    return Part("weight", (squares(a)*squares(b)).add_(least(b.dtype)), (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
+    # chosen on a batch of vectors, and now there are positions
+    if a.dim()>2: return linear_matrices(layer, slots, a, b)
+    return Part("weight", (squares(a)*squares(b)).add_(least(b.dtype)),
+                (positions(a), positions(b)), add_product), row_part("bias", b.reshape(len(b), -1))
 
 def linear_gram(layer, slots, a, b):
     "Several positions, by Gram matrices (Li et al. 2022)."
@@ -188,13 +197,17 @@ def padding_of(layer)->list: # Before and after, the last dimension first
     "What a convolution's forward pass pads now, whatever it was built with."
     if layer.padding_mode!="zeros": return layer._reversed_padding_repeated_twice
     if layer.padding=="valid": return [0]*4
-    if layer.padding!="same": return [p for p in reversed(torch.broadcast_to(torch.tensor(layer.padding), (2,)).tolist()) for _ in range(2)]
-    return [x for k, d in zip(reversed(layer.kernel_size), reversed(layer.dilation)) for t in [d*(k-1)] for x in (t//2, t - t//2)]
+    if layer.padding!="same":
+        return [p for p in reversed(torch.broadcast_to(torch.tensor(layer.padding), (2,)).tolist())
+                for _ in range(2)]
+    return [x for k, d in zip(reversed(layer.kernel_size), reversed(layer.dilation))
+            for t in [d*(k-1)] for x in (t//2, t - t//2)]
 
 def padded(layer, a)->Tensor:
     "The input with its padding made explicit."
     pad = padding_of(layer)
-    return F.pad(a, pad, mode="constant" if layer.padding_mode=="zeros" else layer.padding_mode) if any(pad) else a
+    return (F.pad(a, pad, mode="constant" if layer.padding_mode=="zeros" else layer.padding_mode)
+            if any(pad) else a)
 
 def windows(
     layer:nn.Conv2d,
@@ -204,34 +217,41 @@ def windows(
     "The part of the input that each output position sees, for any stride and dilation."
     n, c, h, w = x.stride()
     (kh, kw), (dh, dw), (sh, sw) = layer.kernel_size, layer.dilation, layer.stride
-    return x.as_strided((len(x), x.shape[1], kh, kw, height, width), (n, c, dh*h, dw*w, sh*h, sw*w)).unflatten(1, (layer.groups, -1))
+    return x.as_strided((len(x), x.shape[1], kh, kw, height, width),
+                        (n, c, dh*h, dw*w, sh*h, sw*w)).unflatten(1, (layer.groups, -1))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #9a6afba3
 def patch_rows(layer, a, b, channels_last:bool)->Tensor: # (batch*groups, T, D)
     "Patches with the positions first, and the channels as the last or the first of the features."
     features = (3, 4, 2) if channels_last else (2, 3, 4)
-    return windows(layer, padded(layer, a), *b.shape[2:]).permute(0, 1, 5, 6, *features).reshape(len(a)*layer.groups, b[0, 0].numel(), -1)
+    return windows(layer, padded(layer, a), *b.shape[2:]).permute(0, 1, 5, 6,
+        *features).reshape(len(a)*layer.groups, b[0, 0].numel(), -1)
 
 def padded_again(layer, a, frame:Tensor|None)->Tensor:
     "The padded input, in the memory of an earlier one where only the inside of that differs."
     left, right, top, bottom = padding_of(layer)
-    if frame is None or layer.padding_mode!="zeros" or not any((left, right, top, bottom)): return padded(layer, a)
+    if frame is None or layer.padding_mode!="zeros" or not any((left, right, top, bottom)):
+        return padded(layer, a)
     frame = frame[:len(a)]
     frame[:, :, top:top+a.shape[2], left:left+a.shape[3]] = a
     return frame
 
-def patches_in_turn(layer, slots, a, b, samples:int): # (samples*groups, T, D) each, all in one memory
+# (samples*groups, T, D) each, all in one memory
+def patches_in_turn(layer, slots, a, b, samples:int):
     "Patches of a few samples after another, features in the order of the weight's memory, in the layout that is cheaper to copy."
-    is_last = slots["weight"].channels_last or (layer.kernel_size==(1, 1) and not a.is_contiguous()) # A kernel of one position has both layouts
+    # A kernel of one position has both layouts
+    is_last = slots["weight"].channels_last or (layer.kernel_size==(1, 1) and not a.is_contiguous())
     positions, frame, room = b[0, 0].numel(), None, None
-    rows = is_last and a.shape[1]>=8*layer.groups # Fewer channels are shorter than a line of positions
+    # Fewer channels are shorter than a line of positions
+    rows = is_last and a.shape[1]>=8*layer.groups
     order = (0, 1, 5, 6, 3, 4, 2) if rows else (0, 1, 3, 4, 2, 5, 6) if is_last else tuple(range(7))
     for x in (a if rows else a.contiguous()).split(samples):
         frame = padded_again(layer, x, frame)
         seen = windows(layer, frame, *b.shape[2:]).permute(order)
         room = seen.new_empty(seen.shape) if room is None else room[:len(x)]
         room.copy_(seen)
-        yield room.view(len(x)*layer.groups, positions, -1) if rows else room.view(len(x)*layer.groups, -1, positions).transpose(1, 2)
+        yield (room.view(len(x)*layer.groups, positions, -1) if rows
+               else room.view(len(x)*layer.groups, -1, positions).transpose(1, 2))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #88361ea0
 def pixels(layer, x)->Tensor: # (batch*groups, T, channels/groups)
@@ -253,10 +273,12 @@ def samples_at_once(
 def conv_bias(b)->Part: return row_part("bias", b.sum((2, 3)))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #bc4054d3
-def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tensor: # Of the shape of `like`
+# Of the shape of `like`
+def weight_gradient(layer, a, b, like:Tensor, groups:int, padding=(0, 0))->Tensor:
     "The ordinary weight gradient of a convolution."
-    return torch.ops.aten.convolution_backward(b, a, like, None, layer.stride, padding, layer.dilation, False, [0, 0],
-        groups, [False, True, False])[1]
+    return torch.ops.aten.convolution_backward(b, a, like, None, layer.stride, padding,
+                                               layer.dilation, False, [0, 0], groups,
+                                               [False, True, False])[1]
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #d9de01ea
 def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
@@ -268,10 +290,12 @@ def add_convolution(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
 
 def add_patches(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     "Add products of patches and weighted output gradients, a few samples at a time; one group."
-    chunk, weight = samples_at_once(patch_elements(layer, b), b.element_size()), slot.flat.view(b.shape[1], -1)
+    chunk = samples_at_once(patch_elements(layer, b), b.element_size())
+    weight = slot.flat.view(b.shape[1], -1)
     for x, y in zip(a.split(chunk), (b*scales.view(-1, 1, 1, 1)).split(chunk)):
         patches = patch_rows(layer, x, y, slot.channels_last)
-        weight.addmm_(pixels(layer, y).reshape(-1, b.shape[1]).T, patches.reshape(-1, weight.shape[1]))
+        weight.addmm_(pixels(layer, y).reshape(-1, b.shape[1]).T,
+                      patches.reshape(-1, weight.shape[1]))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #b5718be3
 def weight_matrices(layer, slots, a, b)->Tensor: # (batch, n)
@@ -279,27 +303,34 @@ def weight_matrices(layer, slots, a, b)->Tensor: # (batch, n)
     n, g, channels = len(b), layer.groups, b.shape[1]//layer.groups
     matrices = b.new_empty(n*g, channels, slots["weight"].flat.numel()//b.shape[1])
     chunk = samples_at_once(patch_elements(layer, b), b.element_size())
-    for patches, y, out in zip(patches_in_turn(layer, slots, a, b, chunk), b.split(chunk), matrices.split(chunk*g)):
+    for patches, y, out in zip(patches_in_turn(layer, slots, a, b, chunk), b.split(chunk),
+                               matrices.split(chunk*g)):
         y = pixels(layer, y)
-        if patches.shape[2]<y.shape[2]: out.copy_(torch.bmm(patches.transpose(1, 2), y).transpose(1, 2)) # A product is fastest with its longer side last
-        else: torch.bmm(y.transpose(1, 2), patches, out=out)
+        # A product is fastest with its longer side last
+        if patches.shape[2]<y.shape[2]:
+            out.copy_(torch.bmm(patches.transpose(1, 2), y).transpose(1, 2))
+        else:
+            torch.bmm(y.transpose(1, 2), patches, out=out)
     return matrices.view(n, -1)
 
 def conv_matrices(layer, slots, a, b):
     "Per-sample matrices from patches."
-    return matrix_part(slots["weight"].flat.numel(), a, b, partial(weight_matrices, layer, slots)), conv_bias(b)
+    return (matrix_part(slots["weight"].flat.numel(), a, b, partial(weight_matrices, layer, slots)),
+            conv_bias(b))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #9a7f2aeb
 def grouped_matrices(layer, slots, a, b)->Tensor: # (batch, n)
     "Per-sample gradients from one convolution in which every sample is a group (Rochette et al. 2019)."
     x, shape = padded(layer, a).contiguous(), slots["weight"].shaped.shape
     like = b.new_empty(1).expand(len(b)*shape[0], *shape[1:])
-    found = weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]), like, len(b)*layer.groups)
+    found = weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]),
+                            like, len(b)*layer.groups)
     return in_memory_order(slots["weight"], found.view(len(b), *shape))
 
 def conv_grouped(layer, slots, a, b):
     "Per-sample matrices from a grouped convolution."
-    return matrix_part(slots["weight"].flat.numel(), a, b, partial(grouped_matrices, layer, slots)), conv_bias(b)
+    return matrix_part(slots["weight"].flat.numel(), a, b,
+                       partial(grouped_matrices, layer, slots)), conv_bias(b)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #82054adb
 def seen(k:int, dilation:int, stride:int, size:int)->slice:
@@ -308,29 +339,36 @@ def seen(k:int, dilation:int, stride:int, size:int)->slice:
 
 def pixel_grams(layer, x, height:int, width:int)->Tensor: # (batch*groups, T, T) float64
     "Gram matrices of the patches of a padded input as sums of those of its pixels (@eq-pixels), over the kernel's width and then its height."
-    (kh, kw), (dh, dw), (sh, sw), sides = layer.kernel_size, layer.dilation, layer.stride, x.shape[2:]
+    (kh, kw), (dh, dw), (sh, sw), sides = (layer.kernel_size, layer.dilation, layer.stride,
+                                           x.shape[2:])
     grams = gram(pixels(layer, x)).view(-1, *sides, *sides)
-    rows = reduce(torch.add, [grams[:, :, at, :, at] for at in (seen(k, dw, sw, width) for k in range(kw))])
-    found = reduce(torch.add, [rows[:, at, :, at] for at in (seen(k, dh, sh, height) for k in range(kh))])
+    rows = reduce(torch.add,
+                  [grams[:, :, at, :, at] for at in (seen(k, dw, sw, width) for k in range(kw))])
+    found = reduce(torch.add,
+                   [rows[:, at, :, at] for at in (seen(k, dh, sh, height) for k in range(kh))])
     return found.reshape(-1, height*width, height*width)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #083f1214
 def patch_grams(layer, a, b)->Tensor: # (batch*groups, T, T) float64
     "Gram matrices of the patches, from pixels or from patches, whichever are fewer products."
     x, positions = padded(layer, a), b[0, 0].numel()
-    if x[0, 0].numel()**2<=math.prod(layer.kernel_size)*positions**2: return pixel_grams(layer, x, *b.shape[2:])
+    if x[0, 0].numel()**2<=math.prod(layer.kernel_size)*positions**2:
+        return pixel_grams(layer, x, *b.shape[2:])
     return gram(patch_rows(layer, a.contiguous(memory_format=torch.channels_last), b, True))
 
 def conv_gram_squares(layer, a, b)->Tensor: # (batch,)
     "Squared norms by Gram matrices."
     grams = patch_grams(layer, a, b), gram(pixels(layer, b))
-    return gram_norms(*grams, layer.weight[0].numel() + b.shape[1]//layer.groups, b).view(len(b), -1).sum(1)
+    return gram_norms(*grams, layer.weight[0].numel() + b.shape[1]//layer.groups, b).view(len(b),
+        -1).sum(1)
 
 def conv_gram(layer, slots, a, b, add=add_convolution):
     "Gram matrices of a few samples at a time, then one ordinary weight gradient, or what else `add` does."
-    elements = a[0].numel() + a[0, 0].numel()**2 + b[0, 0].numel()**2 # Of one sample: pixels, and Gram matrices of pixels and of patches
+    # Of one sample: pixels, and Gram matrices of pixels and of patches
+    elements = a[0].numel() + a[0, 0].numel()**2 + b[0, 0].numel()**2
     chunk = samples_at_once(elements, torch.float64.itemsize)
-    norms = torch.cat([conv_gram_squares(layer, x, y) for x, y in zip(a.split(chunk), b.split(chunk))])
+    norms = torch.cat([conv_gram_squares(layer, x, y)
+                       for x, y in zip(a.split(chunk), b.split(chunk))])
     return Part("weight", norms, (a, b), partial(add, layer)), conv_bias(b)
 
 def conv_gram_product(layer, slots, a, b):
@@ -346,18 +384,21 @@ def affine_parts(normal:Tensor, b:Tensor)->tuple: # Parts
 def grouped_norm(layer, a, b, groups:int):
     "Rows for the affine parameters of a normalisation over channel groups."
     (n, c), positions = a.shape[:2], a[0, 0].numel()
-    if groups<c and not a.is_contiguous(): return affine_parts(F.group_norm(a, groups, eps=layer.eps), b)
+    if groups<c and not a.is_contiguous():
+        return affine_parts(F.group_norm(a, groups, eps=layer.eps), b)
     a, b = a.contiguous(), b.contiguous()
     _, mean, rstd = torch.native_group_norm(a, None, None, n, c, positions, groups, layer.eps)
-    _, weight, bias = torch.ops.aten.native_group_norm_backward(b.view(1, n*c, -1), a.view(1, n*c, -1), mean.view(1, -1),
-        rstd.view(1, -1), None, 1, n*c, positions, n*groups, [False, True, True])
+    _, weight, bias = torch.ops.aten.native_group_norm_backward(b.view(1, n*c, -1),
+        a.view(1, n*c, -1), mean.view(1, -1), rstd.view(1, -1), None, 1, n*c, positions, n*groups,
+        [False, True, True])
     return row_part("weight", weight.view(n, c)), row_part("bias", bias.view(n, c))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f460f0a6
 def group_norm(layer, slots, a, b): return grouped_norm(layer, a, b, layer.num_groups)
 def instance_norm(layer, slots, a, b):
     "Every channel is a group; in evaluation mode statistics that were kept take the place of the sample's."
-    if layer.training or not layer.track_running_stats: return grouped_norm(layer, a, b, layer.num_features)
+    if layer.training or not layer.track_running_stats:
+        return grouped_norm(layer, a, b, layer.num_features)
     normal = F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
     return affine_parts(normal, b)
 
@@ -365,7 +406,8 @@ def layer_norm(layer, slots, a, b):
     "Layer normalisation over the last dimensions."
     n = slots["weight"].flat.numel() if "weight" in slots else slots["bias"].flat.numel()
     normal = F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
-    return row_part("weight", (b*normal).reshape(len(b), -1, n).sum(1)), row_part("bias", b.reshape(len(b), -1, n).sum(1))
+    return (row_part("weight", (b*normal).reshape(len(b), -1, n).sum(1)),
+            row_part("bias", b.reshape(len(b), -1, n).sum(1)))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #5c019d2d
 def add_tokens(slot:Slot, scales:Tensor, tokens:Tensor, b:Tensor):
@@ -375,15 +417,18 @@ def add_tokens(slot:Slot, scales:Tensor, tokens:Tensor, b:Tensor):
 def embedding(layer, slots, tokens, b):
     "Lookup tables."
     tokens, b = tokens.reshape(len(b), -1), positions(b)
-    if layer.padding_idx is not None: b = b*(tokens!=layer.padding_idx).unsqueeze(-1)
+    if layer.padding_idx is not None:
+        b = b*(tokens!=layer.padding_idx).unsqueeze(-1)
     same, y = tokens.unsqueeze(1)==tokens.unsqueeze(2), b.double()
-    norms = rounded_up((same*torch.bmm(y, y.transpose(1, 2))).sum((1, 2)), y.norm(dim=2), y.shape[2] + 1, b)
+    norms = rounded_up((same*torch.bmm(y, y.transpose(1, 2))).sum((1, 2)), y.norm(dim=2),
+                       y.shape[2] + 1, b)
     return Part("weight", norms, (tokens, b), add_tokens),
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db4
 def in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)
     "Per-sample gradients (batch, *shape) as rows in the order of the slot's memory."
-    return (gradients.permute(0, 1, 3, 4, 2) if slot.channels_last else gradients).reshape(len(gradients), -1)
+    return (gradients.permute(0, 1, 3, 4, 2) if slot.channels_last
+            else gradients).reshape(len(gradients), -1)
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db5
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -393,7 +438,8 @@ def _kept_attributes(block:nn.Module):
     "What the modules of a block keep as attributes, or in lists, sets and dicts there, is afterwards as before."
     kept = [(module, dict(vars(module))) for module in block.modules()]
     for module, state in kept:
-        vars(module).update({name: copy.copy(x) for name, x in state.items() if isinstance(x, dict|list|set)})
+        vars(module).update({name: copy.copy(x) for name, x in state.items()
+                             if isinstance(x, dict|list|set)})
     try: yield
     finally:
         for module, state in kept:
@@ -404,19 +450,24 @@ def _kept_attributes(block:nn.Module):
 def _without_hooks(block:nn.Module):
     "Without its own hooks, which have acted on the recorded input and output already, and cut from the graph."
     with _kept_attributes(block):
-        for name in _HOOKS: vars(block)[name] = OrderedDict()
+        for name in _HOOKS:
+            vars(block)[name] = OrderedDict()
         for module in block.modules():
-            graph = {name: x for name, x in vars(module).items() if isinstance(x, Tensor) and not x.is_leaf}
+            graph = {name: x for name, x in vars(module).items()
+                     if isinstance(x, Tensor) and not x.is_leaf}
             vars(module).update({name: x.detach() for name, x in graph.items()})
         yield
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db9
 def _chance(block:nn.Module, found)->ValueError:
-    return ValueError(f"a module with parameters of its own must treat every sample alike, without chance, and make no decision "
-        f"by its numbers, got a {type(block).__name__} ({found}); put those parameters into a module of their own")
+    return ValueError("a module with parameters of its own must treat every sample alike, "
+                      "without chance, and make no decision "
+                      f"by its numbers, got a {type(block).__name__} ({found}); put those "
+                      "parameters into a module of their own")
 
 def _numbers_of(block:nn.Module)->dict: # (module, attribute) -> number
-    return {(id(m), name): x for m in block.modules() for name, x in vars(m).items() if isinstance(x, int|float)}
+    return {(id(m), name): x for m in block.modules() for name, x in vars(m).items()
+            if isinstance(x, int|float)}
 
 @contextmanager
 def _without_chance(block:nn.Module, batch_size:int):
@@ -428,7 +479,9 @@ def _without_chance(block:nn.Module, batch_size:int):
     except RuntimeError as error: raise _chance(block, str(error).partition(". ")[0]) from error
     now = _numbers_of(block)
     for (_, name), x, y in ((key, x, now.get(key, x)) for key, x in numbers.items()):
-        if y is not x and x not in (y, y*batch_size): raise _chance(block, f"which changes {name!r}") # It may keep the batch size
+        # It may keep the batch size
+        if y is not x and x not in (y, y*batch_size):
+            raise _chance(block, f"which changes {name!r}")
     if drawn()!=before: raise _chance(block, "which draws from Python's or NumPy's generator")
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db8
@@ -440,22 +493,29 @@ def vmapped_rows(
     "Per-sample gradients of any module, which is run again for one sample after the other."
     parameters = dict(block.named_parameters())
     values = {name: p.detach() for name, p in parameters.items()}
-    def weighed(values, a, b): return (functional_call(block, values, (a.unsqueeze(0),))*b.unsqueeze(0)).sum()
+    def weighed(values, a, b):
+        return (functional_call(block, values, (a.unsqueeze(0),))*b.unsqueeze(0)).sum()
     with _without_hooks(block), _without_chance(block, len(backprops)):
         found = vmap(grad(weighed), in_dims=(None, 0, 0))(values, activations[0], backprops)
     return {parameters[name]: rows for name, rows in found.items()}
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db6
-def _is_seen(layer)->bool: # Whether Opacus's sampler computes this layer's padding: zeros, one number a dimension
+# Whether Opacus's sampler computes this layer's padding: zeros, one number a dimension
+def _is_seen(layer)->bool:
     padding = getattr(layer, "padding", "")
-    fits = isinstance(padding, str) or (type(padding) is tuple and len(padding)==len(layer.kernel_size))
+    fits = (isinstance(padding, str)
+            or (type(padding) is tuple and len(padding)==len(layer.kernel_size)))
     return fits and getattr(layer, "padding_mode", "zeros")=="zeros"
 
 def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives, or `vmap` where it has none."
-    if getattr(layer, "padding_idx", None) is not None: b = b*(a!=layer.padding_idx).unsqueeze(-1) # Not in Opacus
-    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), vmapped_rows) if _is_seen(layer) else vmapped_rows
-    found = sampler(layer, [a.contiguous()], b.contiguous()) # Opacus 1.6 reads channels-last input in the wrong order
+    # Not in Opacus
+    if getattr(layer, "padding_idx", None) is not None:
+        b = b*(a!=layer.padding_idx).unsqueeze(-1)
+    sampler = (GradSampleModule.GRAD_SAMPLERS.get(type(layer), vmapped_rows) if _is_seen(layer)
+               else vmapped_rows)
+    # Opacus 1.6 reads channels-last input in the wrong order
+    found = sampler(layer, [a.contiguous()], b.contiguous())
     own = [(name, p) for name, p in layer.named_parameters() if name in slots]
     return tuple(row_part(name, in_memory_order(slots[name], found[p])) for name, p in own)
 
@@ -473,7 +533,8 @@ KERNELS = { # Kind of layer -> name -> kernel: of a layer, its slots by paramete
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #042fb860
 def kernels_of(layer:nn.Module)->dict: # Name -> kernel
     "Every way for this kind of layer, Opacus's sampler the last."
-    known = {name: kernel for name, kernel in KERNELS.get(type(layer), {}).items() if name!="gram_product" or layer.groups==1}
+    known = {name: kernel for name, kernel in KERNELS.get(type(layer), {}).items()
+             if name!="gram_product" or layer.groups==1}
     return {**known, "opacus": opacus_rows}
 
 def candidates(layer, slots, a, b)->list: # Names in `kernels_of(layer)`
@@ -486,5 +547,8 @@ def candidates(layer, slots, a, b)->list: # Names in `kernels_of(layer)`
     is_short = T*(n//channels+channels)<=4*n
     is_small = n*b.element_size()<=HELD_BYTES or not is_short
     if type(layer) is nn.Linear: return ["gram"]*is_short+["matrices"]*is_small
-    fills = layer.groups>1 or layer.in_channels%8==channels%8==0 # the blocks that the library computes in; it pads what does not, and needs several times the room
-    return ["gram_product"]*(is_short and layer.groups==1)+["gram"]*is_short+["matrices"]*is_small+["grouped"]*(is_small and fills)
+    # the blocks that the library computes in; it pads what does not, and needs several times the
+    # room
+    fills = layer.groups>1 or layer.in_channels%8==channels%8==0
+    return (["gram_product"]*(is_short and layer.groups==1)+["gram"]*is_short+["matrices"]*is_small
+            +["grouped"]*(is_small and fills))

@@ -12,7 +12,8 @@ import warnings
 from functools import partial
 import torch
 from torch import nn, Tensor
-from .nested_tensors import Arguments, batch_size_of, call_model, mapped, tensors_of
+from .nested_tensors import Arguments, batch_size_of, call_model
+from .nested_tensors import mapped, tensors_of
 from .private_step import PrivateStep, check_trainable
 from .spot_checks import kept_randomness
 
@@ -26,18 +27,22 @@ def _emptied(two, three): # A module's outputs for two samples and for three
     shapes = []
     mapped(lambda x: shapes.append(x.shape) or x, three)
     def cut(x):
-        for d, (m, n) in enumerate(zip(x.shape, shapes.pop(0))): x = x if m==n else x.narrow(d, 0, 0)
+        for d, (m, n) in enumerate(zip(x.shape, shapes.pop(0))):
+            x = x if m==n else x.narrow(d, 0, 0)
         return x
     return mapped(cut, two)
 
 # %% ../../nbs/algorithms/private_module.ipynb #dba91e50
-def _random_sums(model, inputs, targets:Tensor, warns:bool=False)->Tensor: # (batch,), in place of the losses
+# (batch,), in place of the losses
+def _random_sums(model, inputs, targets:Tensor, warns:bool=False)->Tensor:
     "A random sum of each sample's outputs; what is masked by -inf is left out."
     outputs, total = call_model(model, inputs), targets
-    rows = [x for x in tensors_of(outputs) if x.is_floating_point() and x.dim() and len(x)==len(targets)]
+    rows = [x for x in tensors_of(outputs)
+            if x.is_floating_point() and x.dim() and len(x)==len(targets)]
     if warns and not rows:
-        warnings.warn("no output of the module has the batch in front, so that nobody looks whether samples meet in it; "
-            "give outputs of shape (batch, ...)", stacklevel=2)
+        warnings.warn("no output of the module has the batch in front, so that nobody looks "
+                      "whether samples meet in it; " "give outputs of shape (batch, ...)",
+                      stacklevel=2)
     for x in rows:
         finite = x.nan_to_num(0, 0, 0)
         total = total + (finite if x.dim()==1 else (finite*torch.randn_like(x)).flatten(1).sum(1))
@@ -52,7 +57,8 @@ class PrivateModule(nn.Module):
         loss_reduction:str="mean", # What the loop's loss does over the batch, mean or sum
     ):
         super().__init__()
-        self._module, self.training = private_step.model, private_step.model.training # Its parts may be in evaluation mode
+        # Its parts may be in evaluation mode
+        self._module, self.training = private_step.model, private_step.model.training
         self.private_step, self.loss_reduction = private_step, loss_reduction
 
     def forward(self, *args, **kwargs):
@@ -60,27 +66,31 @@ class PrivateModule(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             with state.held(thorough=False): return self._module(*args, **kwargs)
         batch_size = batch_size_of(inputs)
-        with state.held(self.private_step.spot_check.is_due(batch_size)): return self._recorded(inputs, batch_size)
+        with state.held(self.private_step.spot_check.is_due(batch_size)):
+            return self._recorded(inputs, batch_size)
 
     def _recorded(self, inputs:Arguments, batch_size:int):
         recorder, spot_check = self.private_step.recorder, self.private_step.spot_check
         if recorder.is_filled:
-            raise ValueError("optimizer.step must follow every loss.backward, got a second forward pass in between; for batches "
-                "larger than memory use opacus.utils.batch_memory_manager.BatchMemoryManager")
+            raise ValueError("optimizer.step must follow every loss.backward, got a second "
+                             "forward pass in between; for batches " "larger than memory use "
+                             "opacus.utils.batch_memory_manager.BatchMemoryManager")
         check_trainable(self._module, recorder.slots, thorough=spot_check.is_due(batch_size))
         if not batch_size: return self._empty(inputs)
         if spot_check.is_due(batch_size):
             losses_of = partial(_random_sums, warns=not any(spot_check.passes))
             spot_check.look(losses_of, inputs, recorder.flat.new_zeros(batch_size))
         spot_check.count(batch_size)
-        return recorder.record(inputs, batch_size, divisor=batch_size if self.loss_reduction=="mean" else 1)
+        return recorder.record(inputs, batch_size,
+                               divisor=batch_size if self.loss_reduction=="mean" else 1)
 
     def _empty(self, inputs:Arguments): # The module's output for no rows
         recorder = self.private_step.recorder
         recorder.clear()
         recorder.batch_size = 0
         def called(rows): return call_model(self._module, mapped(partial(_with_rows, rows), inputs))
-        with kept_randomness(recorder.flat.device): three = called(3)
+        with kept_randomness(recorder.flat.device):
+            three = called(3)
         return _emptied(called(2), three) # Not one row, whose dimension a module may drop
 
     def __getattr__(self, name):
@@ -89,8 +99,10 @@ class PrivateModule(nn.Module):
             if name=="_module": raise
             return getattr(self._module, name)
 
-    def __deepcopy__(self, memo): return copy.deepcopy(self._module, memo) # For averages of weights; not recorded
+    # For averages of weights; not recorded
+    def __deepcopy__(self, memo): return copy.deepcopy(self._module, memo)
     def __copy__(self): return self._module
-    def __reduce_ex__(self, protocol): return operator.getitem, ((copy.deepcopy(self),), 0) # What is recorded is raw
+    # What is recorded is raw
+    def __reduce_ex__(self, protocol): return operator.getitem, ((copy.deepcopy(self),), 0)
     def state_dict(self, *args, **kwargs): return self._module.state_dict(*args, **kwargs)
     def load_state_dict(self, *args, **kwargs): return self._module.load_state_dict(*args, **kwargs)

@@ -38,31 +38,50 @@ class StepReport:
     @property
     def nonprivate_batch_size(self)->int: return len(self.nonprivate_norms)
     @property
-    def nonprivate_loss(self)->float: return self.nonprivate_losses.mean().item() if len(self.nonprivate_losses) else math.nan
+    def nonprivate_loss(self)->float:
+        return self.nonprivate_losses.mean().item() if len(self.nonprivate_losses) else math.nan
     @property
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
 # %% ../../nbs/algorithms/private_step.ipynb #0f43ad05
 def check_multiplier(sigma):
     "Refuse what no noise can be multiplied by."
-    if not isinstance(sigma, Real) or not 0<=sigma<math.inf: raise ValueError(f"noise_multiplier must be finite and >= 0, got noise_multiplier={sigma!r}")
+    if not isinstance(sigma, Real) or not 0<=sigma<math.inf:
+        raise ValueError("noise_multiplier must be finite and >= 0, got "
+                         f"noise_multiplier={sigma!r}")
 
-def check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, optimizer):
+def check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size,
+                   optimizer):
     "Refuse what no step can have."
-    if not isinstance(clip_rule, ClipRule): raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; dp_companion.algorithms.clipping.clip_rule makes one from its name")
-    if noise_multiplier is not None: check_multiplier(noise_multiplier) # Else each call gives one
+    if not isinstance(clip_rule, ClipRule):
+        raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; "
+                         "dp_companion.algorithms.clipping.clip_rule makes one from its name")
+    # Else each call gives one
+    if noise_multiplier is not None:
+        check_multiplier(noise_multiplier)
     _whole("expected_batch_size", expected_batch_size)
-    if max_physical_batch_size is not None: _whole("max_physical_batch_size", max_physical_batch_size)
-    if isinstance(optimizer, torch.optim.LBFGS): raise ValueError("optimizer must step on one gradient, got LBFGS, which asks for several; use SGD or Adam")
+    if max_physical_batch_size is not None:
+        _whole("max_physical_batch_size", max_physical_batch_size)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer must step on one gradient, got LBFGS, which asks for "
+                         "several; use SGD or Adam")
 
 # %% ../../nbs/algorithms/private_step.ipynb #5c0124ef
 def check_parameters(module:nn.Module, optimizer):
     "The optimizer's trainable parameters must be the module's."
-    for name, value, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
-        if not isinstance(value, kind): raise ValueError(f"{name} must be a torch {kind.__name__}, got a {type(value).__name__}")
-    ours, theirs = ({p for p in ps if p.requires_grad} for ps in (module.parameters(), (p for g in optimizer.param_groups for p in g["params"])))
-    if ours!=theirs: raise ValueError(f"optimizer must hold the trainable parameters of module and no others, got {len(ours-theirs)} that it misses and "
-        f"{len(theirs-ours)} that are not the module's; freeze what is not to be trained by requires_grad_(False)")
+    for name, value, kind in (("module", module, nn.Module),
+                              ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a torch {kind.__name__}, got a "
+                             f"{type(value).__name__}")
+    ours, theirs = ({p for p in ps if p.requires_grad}
+                    for ps in (module.parameters(),
+                               (p for g in optimizer.param_groups for p in g["params"])))
+    if ours!=theirs:
+        raise ValueError("optimizer must hold the trainable parameters of module and no "
+                         f"others, got {len(ours-theirs)} that it misses and "
+                         f"{len(theirs-ours)} that are not the module's; freeze what is not "
+                         "to be trained by requires_grad_(False)")
 
 def check_trainable(
     model:nn.Module,
@@ -72,18 +91,25 @@ def check_trainable(
     "Refuse a model whose trainable parameters have changed since its step was built."
     for p, slot in slots.items():
         if (p.dtype, p.device)!=(slot.flat.dtype, slot.flat.device):
-            raise ValueError(f"parameters must stay as the private step was built with them, got {p.dtype} on {p.device}; convert or move the model before")
-        if p._backward_hooks or p._post_accumulate_grad_hooks: check_model(model)
-    now = {p for p in model.parameters() if p.requires_grad} if thorough else {p for p in slots if p.requires_grad}
+            raise ValueError("parameters must stay as the private step was built with them, got "
+                             f"{p.dtype} on {p.device}; convert or move the model before")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            check_model(model)
+    now = ({p for p in model.parameters() if p.requires_grad} if thorough
+           else {p for p in slots if p.requires_grad})
     if now!=set(slots):
-        raise ValueError(f"the trainable parameters must be those that the private step was built with, got {len(now-set(slots))} more and "
-            f"{len(set(slots)-now)} fewer; build a new one after requires_grad_")
+        raise ValueError("the trainable parameters must be those that the private step was built "
+                         f"with, got {len(now-set(slots))} more and "
+                         f"{len(set(slots)-now)} fewer; build a new one after requires_grad_")
 
 def check_groups(groups:Tensor|None, batch_size:int):
     "Refuse labels that do not fit the batch."
-    if not isinstance(groups, Tensor|None): raise ValueError(f"groups must be a tensor of labels, got a {type(groups).__name__}; use torch.tensor(groups)")
+    if not isinstance(groups, Tensor|None):
+        raise ValueError(f"groups must be a tensor of labels, got a {type(groups).__name__}; use "
+                         "torch.tensor(groups)")
     if groups is not None and len(groups)!=batch_size:
-        raise ValueError(f"groups must have one label per sample, got {len(groups)} labels for {batch_size} samples")
+        raise ValueError(f"groups must have one label per sample, got {len(groups)} labels for "
+                         f"{batch_size} samples")
 
 # %% ../../nbs/algorithms/private_step.ipynb #36976d61
 class PrivateStep:
@@ -95,19 +121,24 @@ class PrivateStep:
         clip_rule, # A ClipRule
         expected_batch_size:int, # b, public, of the logical batch
         noise_multiplier:float|None=None, # sigma where a call gives none
-        generator:torch.Generator|None=None, # Seed of the noise, for experiments; None: one that torch's own decides, now and not again
+        generator:torch.Generator|None=None, # Seed of the noise, for experiments; None: seeded by torch now
         secure_noise:bool=False, # Noise from the operating system's randomness, for release
         kernels:dict|None=None, # Layer name -> kernel, from an earlier run's `kernels`
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces
     ):
         self.is_distributed = isinstance(model, DistributedDataParallel)
-        check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size, optimizer)
+        check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size,
+                       optimizer)
         self.model = model.module if self.is_distributed else model
         check_parameters(self.model, optimizer)
         check_model(self.model)
-        self.optimizer, self.clip_rule, self.expected_batch_size = optimizer, clip_rule, expected_batch_size
-        self.noise_multiplier, self.max_physical_batch_size = noise_multiplier, max_physical_batch_size
-        if generator is None and not secure_noise: generator = seeded_by_torch() # A loop may seed torch's own again, which would draw the same noise twice
+        self.optimizer, self.clip_rule, self.expected_batch_size = (optimizer, clip_rule,
+            expected_batch_size)
+        self.noise_multiplier, self.max_physical_batch_size = (noise_multiplier,
+            max_physical_batch_size)
+        # A loop may seed torch's own again, which would draw the same noise twice
+        if generator is None and not secure_noise:
+            generator = seeded_by_torch()
         self.noise, self.is_begun = GaussianNoise(generator=generator, secure=secure_noise), False
         self.is_stepping = False # Whether the optimizer's own step is this one's
         self.recorder = GradientRecorder(self.model, kernels=kernels)
@@ -115,7 +146,8 @@ class PrivateStep:
     @property
     def counts_first(self)->bool: return getattr(self.clip_rule, "counts_first", False)
     @property
-    def kernels(self)->dict: return dict(self.recorder.kernels) # Layer name -> kernel, to be recorded, and pinned in a run that must repeat to the bit
+    # Layer name -> kernel, to be recorded, and pinned in a run that must repeat to the bit
+    def kernels(self)->dict: return dict(self.recorder.kernels)
 
 # %% ../../nbs/algorithms/private_step.ipynb #6b0d3632
 @patch
@@ -128,14 +160,18 @@ def __call__(self:PrivateStep,
     groups:Tensor|None=None, # (batch,) group labels, for rules that need them
 )->StepReport:
     "One private step on one logical batch."
-    if not isinstance(targets, Tensor): raise ValueError(f"targets must be a tensor with the batch in front, got a {type(targets).__name__}")
+    if not isinstance(targets, Tensor):
+        raise ValueError("targets must be a tensor with the batch in front, got a "
+                         f"{type(targets).__name__}")
     check_groups(groups, len(targets))
     self.begin(noise_multiplier)
     size = self.max_physical_batch_size or max(len(targets), 1)
     pieces = [slice(start, start+size) for start in range(0, len(targets), size)]
-    if self.counts_first and len(pieces)>1: self.count(loss_fn, inputs, targets, groups, pieces)
+    if self.counts_first and len(pieces)>1:
+        self.count(loss_fn, inputs, targets, groups, pieces)
     for piece in pieces:
-        self.accumulate(loss_fn, samples_of(inputs, piece, len(targets)), targets[piece], groups=None if groups is None else groups[piece])
+        self.accumulate(loss_fn, samples_of(inputs, piece, len(targets)), targets[piece],
+                        groups=None if groups is None else groups[piece])
     return self.finish()
 
 # %% ../../nbs/algorithms/private_step.ipynb #5f73b545
@@ -147,7 +183,8 @@ def begin(self:PrivateStep,
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
     check_multiplier(sigma)
     check_trainable(self.model, self.recorder.slots, thorough=self.spot_check.is_due(2))
-    self.step_multiplier, self.is_begun, self.has_noise, self.is_counted = float(sigma), True, False, False
+    self.step_multiplier, self.is_begun = float(sigma), True
+    self.has_noise, self.is_counted = False, False
     self.seen, self.losses = [], []
 
 @patch
@@ -171,7 +208,8 @@ def accumulate(self:PrivateStep,
     groups:Tensor|None=None, # (batch,) group labels, for rules that need them
 ):
     "Run one physical batch, and add its scaled gradients to the step."
-    if not self.is_begun: raise ValueError("begin must be called before accumulate, got accumulate alone")
+    if not self.is_begun:
+        raise ValueError("begin must be called before accumulate, got accumulate alone")
     if len(targets)==0: return
     check_groups(groups, len(targets))
     self.is_begun = False # A step that fails half-way cannot go on
@@ -184,8 +222,10 @@ def accumulate(self:PrivateStep,
 @patch
 def _look(self:PrivateStep, loss_fn, inputs, targets):
     "A spot check, where one is due."
-    def losses_of(model, inputs, targets): return per_sample_losses(loss_fn, call_model(model, inputs), targets)
-    if self.spot_check.is_due(len(targets)): self.spot_check.look(losses_of, inputs, targets)
+    def losses_of(model, inputs, targets):
+        return per_sample_losses(loss_fn, call_model(model, inputs), targets)
+    if self.spot_check.is_due(len(targets)):
+        self.spot_check.look(losses_of, inputs, targets)
     self.spot_check.count(len(targets))
 
 # %% ../../nbs/algorithms/private_step.ipynb #dcfc5541
@@ -195,18 +235,22 @@ def add_recorded(self:PrivateStep,
 ):
     "Add the scaled gradients of the recorded pass to the noise of the step."
     if self.has_noise and self.counts_first and not self.is_counted:
-        raise ValueError("a rule that counts before it scales must see the logical batch in one call, got a second piece; use PrivateStep with max_physical_batch_size")
+        raise ValueError("a rule that counts before it scales must see the logical batch in "
+                         "one call, got a second piece; use PrivateStep with "
+                         "max_physical_batch_size")
     check_groups(groups, self.recorder.batch_size)
     self.is_begun, seen = False, []
     try:
         for samples in self.recorder.samples(at_once=self.counts_first and not self.is_counted):
             labels = None if groups is None else groups[samples.at]
-            if self.counts_first and not self.is_counted: self.renew_rule(samples.norms, labels)
+            if self.counts_first and not self.is_counted:
+                self.renew_rule(samples.norms, labels)
             self.add_noise()
             scales = self.scales(samples.norms, labels)
             samples.add_weighted_sum(scales/self.expected_batch_size)
             seen.append((samples.norms, scales, labels))
-    finally: self.recorder.clear()
+    finally:
+        self.recorder.clear()
     self.is_begun, self.seen = True, self.seen + seen
 
 # %% ../../nbs/algorithms/private_step.ipynb #76a57a68
@@ -217,10 +261,14 @@ def scales(self:PrivateStep, norms:Tensor, groups:Tensor|None)->Tensor: # (sampl
     usable, labels = norms.masked_fill(~finite, 0), () if groups is None else (groups,)
     found = self.clip_rule.scale(usable, *labels)
     if found.shape!=norms.shape:
-        raise ValueError(f"clip_rule must give one scale a sample, got shape {tuple(found.shape)} from {type(self.clip_rule).__name__} for {len(norms)} samples")
-    if self.spot_check.is_looking and len(norms)>1: check_own_norm(self.clip_rule, usable, labels, found)
-    largest = torch.div(torch.tensor(self.sensitivity, dtype=torch.float64), norms.double()) # Rounded once, as the rules are
-    clamped = torch.minimum(found.double().nan_to_num(0), largest).clamp(0, torch.finfo(norms.dtype).max)
+        raise ValueError(f"clip_rule must give one scale a sample, got shape {tuple(found.shape)} "
+                         f"from {type(self.clip_rule).__name__} for {len(norms)} samples")
+    if self.spot_check.is_looking and len(norms)>1:
+        check_own_norm(self.clip_rule, usable, labels, found)
+    # Rounded once, as the rules are
+    largest = torch.div(torch.tensor(self.sensitivity, dtype=torch.float64), norms.double())
+    clamped = torch.minimum(found.double().nan_to_num(0), largest).clamp(0,
+        torch.finfo(norms.dtype).max)
     return torch.where(finite, clamped.to(norms.dtype), 0)
 
 # %% ../../nbs/algorithms/private_step.ipynb #dcfc5542
@@ -230,7 +278,8 @@ def add_noise(self:PrivateStep):
     setting = (self.clip_rule, self.expected_batch_size)
     if self.has_noise:
         if setting==self.noised: return
-        raise ValueError(f"clip_rule and expected_batch_size must stay from begin to finish, which the noise is for, got {setting} after {self.noised}")
+        raise ValueError("clip_rule and expected_batch_size must stay from begin to finish, which "
+                         f"the noise is for, got {setting} after {self.noised}")
     self.noised = setting
     self.sensitivity = float(self.clip_rule.sensitivity)
     self.noise_std = self.step_multiplier*self.sensitivity/self.expected_batch_size
@@ -245,27 +294,35 @@ def finish(self:PrivateStep)->StepReport:
     if not self.is_begun: raise ValueError("begin must be called before finish, got finish alone")
     empty = self.recorder.flat.new_empty(0)
     norms, scales = (torch.cat([s[i] for s in self.seen]) if self.seen else empty for i in (0, 1))
-    groups = torch.cat([s[2] for s in self.seen]) if self.seen and self.seen[0][2] is not None else None
-    if self.counts_first and not self.seen: self.renew_rule(norms, groups)
+    groups = (torch.cat([s[2] for s in self.seen]) if self.seen and self.seen[0][2] is not None
+              else None)
+    if self.counts_first and not self.seen:
+        self.renew_rule(norms, groups)
     self.add_noise() # Of an empty batch, too
-    if self.is_distributed: dist.all_reduce(self.recorder.flat)
+    if self.is_distributed:
+        dist.all_reduce(self.recorder.flat)
     self._step_optimizer()
-    if not self.counts_first: self.renew_rule(norms, groups)
+    if not self.counts_first:
+        self.renew_rule(norms, groups)
     losses, self.is_begun, self.seen, self.losses = torch.cat([empty, *self.losses]), False, [], []
-    return StepReport(noise_multiplier=self.step_multiplier, sensitivity=self.sensitivity, noise_std=self.noise_std,
-        nonprivate_norms=norms, nonprivate_scales=scales, nonprivate_losses=losses)
+    return StepReport(noise_multiplier=self.step_multiplier, sensitivity=self.sensitivity,
+                      noise_std=self.noise_std, nonprivate_norms=norms, nonprivate_scales=scales,
+                      nonprivate_losses=losses)
 
 @patch
 def _step_optimizer(self:PrivateStep):
     "Step on the private gradient, and on nothing else."
     for group in self.optimizer.param_groups:
-        for p in group["params"]: p.grad = None
+        for p in group["params"]:
+            p.grad = None
     for p, slot in self.recorder.slots.items():
         same = slot.shaped.stride()==p.stride() # Fused optimizers walk memory
         p.grad = slot.shaped if same else torch.empty_like(p).copy_(slot.shaped)
     self.is_stepping = True
-    try: self.optimizer.step()
-    finally: self.is_stepping = False
+    try:
+        self.optimizer.step()
+    finally:
+        self.is_stepping = False
 
 # %% ../../nbs/algorithms/private_step.ipynb #1552faf8
 def gathered(
@@ -281,16 +338,21 @@ def renew_rule(self:PrivateStep, norms, groups):
     "Let a rule with noisy counts take this step's counts; any other rule stays."
     if not isinstance(self.clip_rule, CountingRule): return
     generator = self.noise if self.noise.secure else self.noise.generator
-    if groups is None: groups = torch.zeros(len(norms), dtype=torch.long)
-    if self.is_distributed: norms, groups = gathered(norms), gathered(groups)
-    rule = [self.clip_rule.update(norms, groups, expected_batch_size=self.expected_batch_size, generator=generator)]
-    if self.is_distributed: dist.broadcast_object_list(rule, src=0)
+    if groups is None:
+        groups = torch.zeros(len(norms), dtype=torch.long)
+    if self.is_distributed:
+        norms, groups = gathered(norms), gathered(groups)
+    rule = [self.clip_rule.update(norms, groups, expected_batch_size=self.expected_batch_size,
+                                  generator=generator)]
+    if self.is_distributed:
+        dist.broadcast_object_list(rule, src=0)
     self.clip_rule = rule[0]
 
 # %% ../../nbs/algorithms/private_step.ipynb #1e0b7517
 def keep_freed_memory()->bool: # Whether the C library took the setting
     "Keep freed memory in this process instead of handing it back to the kernel (glibc's mallopt)."
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # malloc.h
-    try: mallopt = ctypes.CDLL(None).mallopt
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError): return False
     return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31-1))

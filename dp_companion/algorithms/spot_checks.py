@@ -32,22 +32,26 @@ def kept_randomness(
         np.random.set_state(states[1])
 
 def _copy_of(model:nn.Module)->nn.Module:
-    "The model with the same parameters, and buffers and attributes of its own; itself if it cannot be copied."
+    "The model with the same parameters, all else its own; itself if it cannot be copied."
     memo = {id(p): p for p in model.parameters()}
-    for module in model.modules(): memo |= {id(x): x for x in tensors_of(vars(module)) if not x.is_leaf}
+    for module in model.modules():
+        memo |= {id(x): x for x in tensors_of(vars(module)) if not x.is_leaf}
     try: return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, NotImplementedError): return model
 
-def _own_copy(x:Tensor)->Tensor: # A model may change its input, and its gradient must not go further back
+# A model may change its input, and its gradient must not go further back
+def _own_copy(x:Tensor)->Tensor:
     return x.detach().requires_grad_(x.requires_grad).clone()
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #95d55828
-_MEET = ("samples must not meet in the model or in the loss, got a loss that depends on other samples' rows; take means, sums "
-    "and attention inside one sample, keep samples in their order, and pad sequences instead of packing them")
+_MEET = ("samples must not meet in the model or in the loss, got a loss that depends on other "
+         "samples' rows; take means, sums " "and attention inside one sample, keep "
+         "samples in their order, and pad sequences instead of packing them")
 
 def norm_of(gradients)->float: # None counts as zero
     "The norm of several gradients together."
-    found = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients if g is not None]
+    found = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients
+             if g is not None]
     return math.hypot(*found)
 
 @contextmanager
@@ -57,26 +61,32 @@ def _watched(model:nn.Module, check): # `check` is shown the gradient of every l
     def show(layer, args, output):
         ran.append(layer)
         for x in tensors_of(output):
-            if x.requires_grad and x.dim(): x.register_hook(check)
+            if x.requires_grad and x.dim():
+                x.register_hook(check)
     handles = [layer.register_forward_hook(show) for layer in recorded_layers(model).values()]
     try: yield ran
     finally:
-        for handle in handles: handle.remove()
+        for handle in handles:
+            handle.remove()
 
-def _gradient_of(model:nn.Module, parameters:list, losses_of, k:int)->tuple: # None where it reaches no parameter
+# None where it reaches no parameter
+def _gradient_of(model:nn.Module, parameters:list, losses_of, k:int)->tuple:
     "Sample k's gradient; an error if another sample has a part in it."
     losses = () # A gradient inside the forward pass comes before there are any
     def only_k(rows):
         others = (rows[:k], rows[k+1:]) if len(rows)==len(losses) else ()
-        if any(x.nan_to_num(0, 0, 0).any() for other in others for x in other.split(16)): raise ValueError(_MEET)
+        if any(x.nan_to_num(0, 0, 0).any() for other in others for x in other.split(16)):
+            raise ValueError(_MEET)
     with _watched(model, only_k) as ran:
         losses = losses_of(model)
         forward = len(ran)
         if not losses.requires_grad: return (None,)*len(parameters)
         found = torch.autograd.grad(losses[k], parameters, allow_unused=True)
     if len(ran)==forward: return found
-    raise ValueError(f"no layer may run again in the backward pass, got a {type(ran[-1]).__name__} that did, as by "
-        "torch.utils.checkpoint; leave it off, and bound memory by max_physical_batch_size or Opacus's BatchMemoryManager")
+    raise ValueError("no layer may run again in the backward pass, got a "
+                     f"{type(ran[-1]).__name__} that did, as by "
+                     "torch.utils.checkpoint; leave it off, and bound memory by "
+                     "max_physical_batch_size or Opacus's BatchMemoryManager")
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #6f173d60
 def _copies(inputs, k:int, batch_size:int): # The k-th sample in the place of every sample
@@ -84,37 +94,45 @@ def _copies(inputs, k:int, batch_size:int): # The k-th sample in the place of ev
 
 def _near(a:float, b:float)->bool: return abs(a-b)<=1e-3*(abs(a)+abs(b))+1e-6
 
-def _is_alone(loss, inputs, targets, k:int)->bool: # `loss`: (inputs, targets) -> sample k's loss, a number
+# `loss`: (inputs, targets) -> sample k's loss, a number
+def _is_alone(loss, inputs, targets, k:int)->bool:
     "Whether sample k's loss stays where its copies replace the others; an error where it does not."
     first = loss(inputs, targets)
     if not math.isfinite(first): return False
     if not _near(first, loss(inputs, targets)):
-        warnings.warn("the model gives another loss when a pass is repeated with the same random numbers, so that nobody "
-            "looks whether samples meet in it; state of its own, or a generator of its own, may be why", stacklevel=2)
+        warnings.warn("the model gives another loss when a pass is repeated with "
+                      "the same random numbers, so that nobody "
+                      "looks whether samples meet in it; state of its own, or a "
+                      "generator of its own, may be why", stacklevel=2)
         return False
     if not _near(first, loss(*_copies((inputs, targets), k, len(targets)))): raise ValueError(_MEET)
     return True
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #f950d482
-_MISSED = "parameters may be used by their own layers alone, and neither loss nor hooks may change a gradient"
+_MISSED = ("parameters may be used by their own layers alone, and neither loss nor "
+           "hooks may change a gradient")
 
 def _check_norm(found:float, true:float):
     "Refuse a recorded norm below the true one."
     if not 1e-18<=true<math.inf: return # Squares of less are zero in single precision
     if true>=1e18 and not math.isfinite(found): return # And of more infinite
     if not math.isfinite(found) or found<.99*true:
-        raise ValueError(f"the recorder must see all of a sample's gradient, got a norm of {found:.4g} for {true:.4g}: {_MISSED}")
+        raise ValueError("the recorder must see all of a sample's gradient, got a norm of "
+                         f"{found:.4g} for {true:.4g}: {_MISSED}")
 
 def _check_direction(recorder, true:tuple): # The sum in its buffer is used up
     "Refuse a sum of one sample's gradient that is another vector."
     for slot, own in zip(recorder.slots.values(), true):
-        if own is not None: slot.shaped.sub_(own)
+        if own is not None:
+            slot.shaped.sub_(own)
     size, away = norm_of(true), norm_of([recorder.flat])
     if math.isfinite(away) and away>.01*size>=1e-20:
-        raise ValueError(f"the recorder must see all of a sample's gradient, got one that is {away/size:.2g} of its norm away: "
-            f"{_MISSED}, nor may a layer keep its batch as an attribute")
+        raise ValueError("the recorder must see all of a sample's gradient, got one that is "
+                         f"{away/size:.2g} of its norm away: "
+                         f"{_MISSED}, nor may a layer keep its batch as an attribute")
 
-def _record_alone(recorder, losses_of, k:int)->Tensor: # (batch,) norms; k's gradient is in `recorder.flat`
+# (batch,) norms; k's gradient is in `recorder.flat`
+def _record_alone(recorder, losses_of, k:int)->Tensor:
     "Sum a batch in which only sample k has weight."
     losses = losses_of(recorder)
     losses.sum().backward()
@@ -137,23 +155,28 @@ def check_own_norm(
     for k in {int(norms.argmin()), int(norms.argmax())}:
         alone = rule.scale(norms[k:k+1], *(labels[k:k+1] for labels in groups))
         if not torch.allclose(alone, scales[k:k+1], rtol=1e-4, atol=0, equal_nan=True):
-            raise ValueError(f"clip_rule must scale a sample by its own norm alone, got {scales[k].item():.4g} in a batch and "
-                f"{alone.item():.4g} without the others from {type(rule).__name__}")
+            raise ValueError("clip_rule must scale a sample by its own norm alone, got "
+                             f"{scales[k].item():.4g} in a batch and "
+                             f"{alone.item():.4g} without the others from {type(rule).__name__}")
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #0d0da583
 def _untrained(model:nn.Module)->dict: # Name -> (the dict that holds it, its key there)
     "The places of all buffers and frozen parameters."
     found = {}
     for prefix, module in model.named_modules():
-        held = {**module._buffers, **{key: p for key, p in module._parameters.items() if p is not None and not p.requires_grad}}
+        held = {**module._buffers,
+                **{key: p for key, p in module._parameters.items()
+                   if p is not None and not p.requires_grad}}
         for key, x in held.items():
             home = module._parameters if key in module._parameters else module._buffers
-            if x is not None: found[f"{prefix}.{key}" if prefix else key] = home, key
+            if x is not None:
+                found[f"{prefix}.{key}" if prefix else key] = home, key
     return found
 
 def is_same(x:Tensor, y:Tensor)->bool:
     "Whether two tensors hold the same, NaN where NaN was."
-    return (x.dtype, x.shape)==(y.dtype, y.shape) and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+    return ((x.dtype, x.shape)==(y.dtype, y.shape)
+            and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True))
 
 def _is_kept(now:Tensor|None, x:Tensor, version:int, value:Tensor|None)->bool:
     "Whether a place holds what it held before, by value where that is known."
@@ -161,11 +184,14 @@ def _is_kept(now:Tensor|None, x:Tensor, version:int, value:Tensor|None)->bool:
     return now is not None and is_same(now, value)
 
 def _put_back(home:dict, key:str, value:Tensor):
-    "Put a value back: in its own memory, which others may share, unless it has another shape or kind."
+    "Put a value back: in its own memory, unless it has another shape or kind."
     now = home[key]
     if (now.dtype, now.shape)==(value.dtype, value.shape):
-        with torch.no_grad(): now.copy_(value)
-    else: home[key] = nn.Parameter(value, requires_grad=False) if isinstance(now, nn.Parameter) else value
+        with torch.no_grad():
+            now.copy_(value)
+    else:
+        home[key] = (nn.Parameter(value, requires_grad=False) if isinstance(now, nn.Parameter)
+                     else value)
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #2e70ce13
 class UnchangedState:
@@ -174,47 +200,56 @@ class UnchangedState:
 
     @contextmanager
     def held(self,
-        thorough:bool=True, # Whether frozen parameters are compared by value, and new buffers are looked for
+        thorough:bool=True, # Whether to compare frozen parameters by value, and look for new buffers
     ):
         "Let nothing that is not trained change inside, not even where what is inside fails."
-        if thorough: self.places = _untrained(self.model)
-        before = {name: self._value(home[key], thorough) for name, (home, key) in self.places.items() if key in home}
+        if thorough:
+            self.places = _untrained(self.model)
+        before = {name: self._value(home[key], thorough)
+                  for name, (home, key) in self.places.items() if key in home}
         try: yield
         except BaseException:
-            with suppress(ValueError): self._check(before, thorough)
+            with suppress(ValueError):
+                self._check(before, thorough)
             raise
         self._check(before, thorough)
 
     def _value(self, x:Tensor, thorough:bool)->tuple: # (tensor, version, its value or None)
-        return x, x._version, x.detach().clone() if thorough or not isinstance(x, nn.Parameter) else None
+        return (x, x._version, x.detach().clone() if thorough or not isinstance(x, nn.Parameter)
+                else None)
 
     def _check(self, before:dict, thorough:bool):
         "Put back what has changed, as far as its value is known, and name the first."
         now = {name: home.get(key) for name, (home, key) in self.places.items()}
         changed = [name for name, kept in before.items() if not _is_kept(now[name], *kept)]
         for name in changed:
-            if now[name] is not None and before[name][-1] is not None: _put_back(*self.places[name], before[name][-1])
-        wrong = {name: before[name][0] for name in changed} | (self._born(before) if thorough else {})
+            if now[name] is not None and before[name][-1] is not None:
+                _put_back(*self.places[name], before[name][-1])
+        wrong = ({name: before[name][0] for name in changed}
+                 | (self._born(before) if thorough else {}))
         for name, x in wrong.items():
             kind = "frozen parameter" if isinstance(x, nn.Parameter) else "buffer"
-            raise ValueError(f"no {kind} may change in a private step, got a change of {name!r}: it holds statistics of the "
-                "raw data, without noise")
+            raise ValueError(f"no {kind} may change in a private step, got a change of {name!r}: "
+                             "it holds statistics of the " "raw data, without noise")
 
     def _born(self, before:dict)->dict: # Name -> tensor
         "Buffers and frozen parameters that came inside and would be saved; they are removed."
-        places = {name: place for name, place in _untrained(self.model).items() if name not in before}
+        places = {name: place for name, place in _untrained(self.model).items()
+                  if name not in before}
         saved = self.model.state_dict() if places else () # Others may be caches
         return {name: home.pop(key) for name, (home, key) in places.items() if name in saved}
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #9135f943
 class SpotCheck:
-    "Looks at one sample of passes 0, 1, 2, 4, 8, ...; passes of one sample, in which nothing can meet, count apart."
+    "Looks at one sample of passes 0, 1, 2, 4, 8, ...; passes of one sample count apart."
     def __init__(self, model:nn.Module, recorder:GradientRecorder):
         self.model, self.recorder, self.state = model, recorder, UnchangedState(model)
-        self.passes, self.is_looking = (0, 0), False # Passes of one sample, and of several; whether this one is looked at
+        # Passes of one sample, and of several; whether this one is looked at
+        self.passes, self.is_looking = (0, 0), False
 
     def is_due(self, samples:int)->bool: return is_power_or_zero(self.passes[samples>1])
-    def sample(self, samples:int)->int: return (samples//2+self.passes[samples>1])%samples # Which one
+    # Which one
+    def sample(self, samples:int)->int: return (samples//2+self.passes[samples>1])%samples
 
     def count(self, samples:int):
         "Count a pass."
@@ -225,24 +260,32 @@ class SpotCheck:
         losses_of, # (model, inputs, targets) -> losses (batch,), from a forward pass of its own
         inputs, targets, # Batch first
     ):
-        "Refuse a model or a loss in which samples meet, or of whose gradients the recorder misses a part."
+        "Refuse a model or a loss in which samples meet, or that the recorder does not see whole."
         n, parameters = len(targets), list(self.recorder.slots)
         k = self.sample(n)
-        def losses(model, inputs=inputs, targets=targets): return losses_of(model, mapped(_own_copy, inputs), targets)
-        def of_copies(model): return losses(model, *_copies((inputs, targets), k, n)) # Others may not be finite
+        def losses(model, inputs=inputs, targets=targets):
+            return losses_of(model, mapped(_own_copy, inputs), targets)
+        # Others may not be finite
+        def of_copies(model): return losses(model, *_copies((inputs, targets), k, n))
         def gradient(of): return self._drawn(lambda model: _gradient_of(model, parameters, of, k))
-        def loss(inputs, targets): return self._drawn(lambda model: losses(model, inputs, targets)[k].double().item())
+        def loss(inputs, targets):
+            return self._drawn(lambda model: losses(model, inputs, targets)[k].double().item())
         gradient(losses)
-        if not _is_alone(loss, inputs, targets, k) or (size := norm_of(gradient(of_copies)))==0: return
+        if not _is_alone(loss, inputs, targets, k) or (size := norm_of(gradient(of_copies)))==0:
+            return
         recorder, norms = self._drawn(lambda model: self._recorded(model, losses, n, k))
         _check_norm(norms[k].item(), size)
-        if norms[k].isfinite(): _check_direction(recorder, gradient(of_copies)) # Once more: it was not kept, for memory
+        # Once more: it was not kept, for memory
+        if norms[k].isfinite():
+            _check_direction(recorder, gradient(of_copies))
 
     def _drawn(self, use): # `use(copy of the model)`
         with kept_randomness(self.recorder.flat.device): return use(_copy_of(self.model))
 
     def _recorded(self, model, losses, n:int, k:int)->tuple: # (recorder, norms)
         recorder = GradientRecorder(model)
-        recorder.kernels = recorder.book.kernels = self.recorder.kernels # A choice made here is kept
-        def recorded(recorder): return losses(lambda *args, **kwargs: recorder.record(Arguments(args, kwargs), n))
+        # A choice made here is kept
+        recorder.kernels = recorder.book.kernels = self.recorder.kernels
+        def recorded(recorder):
+            return losses(lambda *args, **kwargs: recorder.record(Arguments(args, kwargs), n))
         return recorder, _record_alone(recorder, recorded, k)

@@ -23,7 +23,7 @@ from .invariants import EXACT, Check, by_chance, by_size, reach, released
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
-from ..training.records import RunSpec, run_spec
+from ..training.spec import RunSpec, run_spec
 from ..training.planning import budget_report
 from ..training.run import Run
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from .bounds import finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
 from ..training.datasets import Dataset, load_dataset
-from ..training.records import RunSpec
+from ..training.spec import RunSpec
 from ..training.evaluation import evaluate
 from ..training.run import Run, build_network, check_ledger, pinned_kernels
 

@@ -23,7 +23,7 @@ from ..budgets.released_rows import RowRelease, sanitization_report
 from ..budgets.schedules import Constant, PoissonPlan
 from ..budgets.stages import Stages, calibrated, sad_claim
 from ..budgets.units import certify_group, clipped_per_unit
-from ..training.records import run_spec
+from ..training.spec import run_spec
 from .sanitization.grid import (
     claim_of, layer_profile, printed_values, real_values)
 from .tables import epsilon_text

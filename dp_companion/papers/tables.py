@@ -12,12 +12,12 @@ import json
 import math
 import re
 import time
-from pathlib import Path
 import pandas as pd
 from .results import STANDS_FOR, STANDS_FOR_OF
 from ..published import load
 from ..training.paired import best_of_others, compared, counted, least, listed
-from ..training.records import LISTED, RunRecord, as_named, provenance
+from ..training.records import LISTED, RunRecord, provenance
+from ..training.spec import as_named
 
 # %% ../../nbs/papers/tables.ipynb #807050b6
 METRICS = {"accuracy": ("test_accuracy", 100), "loss": ("test_loss", 1), "auc": ("test_auc", 1),

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from .datasets import Dataset
 from .fairness import group_accuracies, macro_roc_auc
 from .imbalance import MINORITY, group_metrics
-from .records import RunSpec
+from .spec import RunSpec
 
 # %% ../../nbs/training/evaluation.ipynb #7c046bdf
 def bounds(rule):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from ..files import is_intact, write_whole
-from .records import digest
+from .spec import digest
 
 # %% ../../nbs/training/image_folders.ipynb #0a261237
 _DECODING = 1 # Part of the cache's name; raise it when a reader changes

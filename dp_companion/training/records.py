@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from ..files import write_whole
-from .spec import REVISION, RunSpec, as_named, digest, run_spec, spec_from_dict
+from .spec import REVISION, RunSpec, digest, run_spec, spec_from_dict
 
 # %% ../../nbs/training/records.ipynb #c4b90ae5
 def write_json(

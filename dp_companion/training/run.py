@@ -31,8 +31,8 @@ from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
 from .planning import budget_report, check_step, poisson_plan, rule_of_step
 from .planning import step_bounds
-from dp_companion.training.records import (RunRecord, RunSpec, digest, provenance, record_path,
-    write_json)
+from .records import RunRecord, provenance, record_path, write_json
+from .spec import RunSpec, digest
 
 # %% ../../nbs/training/run.ipynb #d2e7530c
 _SHUFFLENET = {"0": "matrices"} | {f"{unit}.{at}": "grouped" if at in ("left.0", "right.3") else

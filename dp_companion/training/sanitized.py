@@ -20,7 +20,7 @@ from dp_companion.algorithms.early_stopping import (Flag, ReleasedStd, SlopeFlag
 from ..algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
     random_below, sanitization_cnn, sanitization_resnet18)
 from ..budgets.certified import BudgetReport, certify
-from ..budgets.events import MechanismEvent, gaussian_events
+from ..budgets.events import MechanismEvent
 from ..budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ..budgets.released_rows import RowsClaim
 from ..budgets.schedules import PoissonPlan
@@ -28,7 +28,7 @@ from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN,
     RGB_MEAN, RGB_STD, Dataset)
 from .models import HALF_FILTERS, SMALL_FILTERS
 from .optimizers import OPTIMIZERS, build_lr_scheduler
-from .records import RunSpec
+from .spec import RunSpec
 from .evaluation import evaluate, finite
 from dp_companion.training.run import (PoissonTraining, Run, check_ledger, epoch_steps, stream,
     stream_seed)

@@ -15,7 +15,8 @@ from ..budgets.certified import certify
 from .datasets import Dataset, load_dataset
 from ..algorithms.checkpoints import read_checkpoint
 from .planning import cached, check_target
-from .records import RunRecord, RunSpec, find_record, record_path
+from .records import RunRecord, find_record, record_path
+from .spec import RunSpec
 from .run import Run, finish, save_checkpoint
 
 # %% ../../nbs/training/training.ipynb #98048945

@@ -160,7 +160,7 @@ ZOO = [
     Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
         (Patch(BATCHES, "restart", "listener()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
     Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
-        (Patch(STEP, "begin", "True, False, False", "True, self.is_begun and self.has_noise, False"),)),
+        (Patch(STEP, "begin", "self.step_multiplier, self.is_begun = float(sigma), True", "was, self.step_multiplier, self.is_begun = self.is_begun and self.has_noise, float(sigma), True", (("self.is_counted = False, False", "self.is_counted = was, False"),)),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
         (Patch(BATCHES, "__iter__", "self.begin_pass()", "self.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(self.plan.dataset_size)",
                (("batch, mark = self.draw(self)", "batch, mark = order[_*self.plan.expected_batch_size:][:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),

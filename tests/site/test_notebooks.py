@@ -15,7 +15,7 @@ from dp_companion.site.page_keys import KEPT
 
 KERNEL = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
 PAGE = ["x = 1 + 1\nx"]
-SPECS = """from dp_companion.papers.global_adapt_v2.grid import run_grid
+SPECS = """from dp_companion.training.grid import run_grid
 from dp_companion.training.spec import run_spec
 specs = [run_spec(paper="global_adapt_v2", method="DP-SGD", dataset="digits", model="mnist_cnn",
                  clip_rule="flat", noise_multiplier=2., accounting="as_printed", target_epsilon=1.,

@@ -14,7 +14,8 @@ from dp_companion.budgets.outputs import gaussian_delta
 from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitization_report
 from dp_companion.training import sanitized, training
 from dp_companion.training.datasets import load_dataset
-from dp_companion.training.records import find_record, record_path, run_spec
+from dp_companion.training.records import find_record, record_path
+from dp_companion.training.spec import run_spec
 from dp_companion.training.run import epoch_steps, step
 from dp_companion.training.sanitized import SanitizedRun, build_layer, build_layered, layer_report
 from dp_companion.papers.sanitization.grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise

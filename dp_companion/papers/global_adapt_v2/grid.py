@@ -9,7 +9,7 @@ __all__ = ['PAPER_DROP', 'PROFILES', 'TARGETS', 'V2', 'CONSTANT_BOUND', 'METHODS
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #e250bc41
 from itertools import product
 from ...published import load
-from ...training.grid import Profile, named_profile, run_grid, specs_of
+from ...training.grid import Profile, named_profile, specs_of
 from ...training.optimizers import PRINTED_AS
 from ...training.spec import ACCOUNTINGS
 

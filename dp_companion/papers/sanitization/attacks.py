@@ -24,7 +24,8 @@ from ...budgets.certified import certify, verdict_of
 from ...budgets.events import MechanismEvent
 from ...budgets.schedules import PoissonPlan
 from ...training.datasets import Dataset
-from ...training.records import RunRecord, RunSpec, record_path, write_json
+from ...training.records import RunRecord, record_path, write_json
+from ...training.spec import RunSpec
 from ...training.sanitized import SanitizedRun, build_layer, epoch_rows, layer_report, released, rows_below, train_below
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #458152bb
