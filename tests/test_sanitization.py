@@ -14,7 +14,7 @@ from scipy import stats
 from scipy.special import gammaln, logsumexp
 from torch import nn
 
-from dp_companion.algorithms.early_stopping import (
+from dp_companion.papers.sanitization.early_stopping import (
     ReleasedStd, SlopeFlag, TrendFlag, epoch_error, follow_weights, moving_bound)
 from dp_companion.algorithms.sanitization import (
     SanitizationLayer, freeze_below, funnel, model_report, sanitization_cnn, sanitization_resnet18)

@@ -27,7 +27,7 @@ from dp_companion.algorithms.gradient_recorder import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
 from dp_companion.training.models import _MODELS, build_model
-from dp_companion.training.sanitized import LAYERED
+from dp_companion.papers.sanitization.run import LAYERED
 from networks import batch, cifar_cnn, digits_cnn, mnist_cnn, opacus_resnet18, group_norm_resnet18
 from steps import LOSS, difference, gradient, network, seeded, step_for
 from oracles.opacus_engines import ORACLES, one_by_one, opacus_hooks

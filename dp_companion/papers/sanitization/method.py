@@ -52,7 +52,7 @@ class SanitizationMethod(Method):
         rows = self.release(plan)
         return (row_events(rows) if rows else ()) + self.gradient_events(plan)
     def trainer(self):
-        from dp_companion.training.sanitized import sanitization_run # It imports this room's records
+        from dp_companion.papers.sanitization.run import sanitization_run # It imports this room's records
         return sanitization_run
 
 # %% ../../../nbs/papers/sanitization/method.ipynb #23165603

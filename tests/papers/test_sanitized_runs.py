@@ -12,12 +12,13 @@ from dp_companion.papers.sanitization.attacks import attack_below, attack_epoch,
 from dp_companion.budgets.events import MechanismEvent
 from dp_companion.budgets.outputs import gaussian_delta
 from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitization_report
-from dp_companion.training import sanitized, training
+from dp_companion.papers.sanitization import run as sanitized
+from dp_companion.training import training
 from dp_companion.training.datasets import load_dataset
 from dp_companion.training.records import find_record, record_path
 from dp_companion.training.spec import run_spec
 from dp_companion.training.run import epoch_steps, step
-from dp_companion.training.sanitized import SanitizedRun, build_layer, build_layered, layer_report
+from dp_companion.papers.sanitization.run import SanitizedRun, build_layer, build_layered, layer_report
 from dp_companion.papers.sanitization.grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
 from dp_companion.training.training import train
 
