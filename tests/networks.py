@@ -12,9 +12,11 @@ def digits_cnn():
 
 def cifar_cnn():
     "Three convolutions of 32, 64 and 128 channels and a funnel of linear layers."
-    def block(inputs, outputs): return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    def block(inputs, outputs):
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     funnel = [layer for n in (400, 200, 100) for layer in (nn.LazyLinear(n), nn.ReLU())]
-    model = nn.Sequential(*block(3, 32), *block(32, 64), *block(64, 128), nn.Flatten(), *funnel, nn.LazyLinear(10))
+    model = nn.Sequential(*block(3, 32), *block(32, 64), *block(64, 128), nn.Flatten(), *funnel,
+                          nn.LazyLinear(10))
     with torch.no_grad(): model(torch.zeros(1, 3, 32, 32))
     return model
 
@@ -51,10 +53,13 @@ def opacus_resnet18():
 def opacus_small_image_resnet18(): return small_image_resnet18(opacus_resnet18)
 
 
-SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn, group_norm_resnet18, small_image_resnet18, opacus_resnet18, opacus_small_image_resnet18), (3, 32, 32))
+SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn,
+    group_norm_resnet18, small_image_resnet18, opacus_resnet18, opacus_small_image_resnet18),
+    (3, 32, 32))
 
 
 def batch(build, size, *, dtype=torch.float32, seed=0):
     "Random images of the network's shape, and labels."
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(size, *SHAPES[build], generator=draw, dtype=dtype), torch.randint(10, (size,), generator=draw)
+    return torch.randn(size, *SHAPES[build], generator=draw, dtype=dtype), torch.randint(10,
+        (size,), generator=draw)

@@ -17,7 +17,8 @@ def network(build, dtype=torch.float32):
 
 
 def step_for(model, **options):
-    options = dict(clip_rule=Flat(max_grad_norm=.5), expected_batch_size=8, noise_multiplier=0.) | options
+    options = dict(clip_rule=Flat(max_grad_norm=.5), expected_batch_size=8,
+                   noise_multiplier=0.) | options
     return PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), **options)
 
 

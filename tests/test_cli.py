@@ -187,7 +187,8 @@ def test_audit_writes_what_an_attack_achieves(tmp_path):
 
 
 def test_audit_refuses_what_has_no_noise(tmp_path):
-    values = dict(paper="global_adapt_v2", method={"name": "Non-DP"}, dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
+    values = dict(paper="global_adapt_v2", method={"name": "Non-DP"}, dataset="digits",
+                  model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
     (tmp_path/"spec.json").write_text(json.dumps({**values, "accounting": "none"}))
     status, _, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
     assert status == 2 and "noisy queries" in err and err.count("\n") == 1, err
@@ -211,9 +212,11 @@ def test_audit_of_a_sanitized_run(tmp_path):
     from dataclasses import asdict, replace
     from dp_companion.training.spec import run_spec
     from dp_companion.papers.sanitization.grid import layer_profile, printed_values
-    spec = run_spec(**printed_values(replace(layer_profile("digits"), epochs=1, expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
+    spec = run_spec(**printed_values(replace(layer_profile("digits"), epochs=1,
+        expected_batch_size=256), layer_noise_multiplier=20.), seed=0)
     (tmp_path/"spec.json").write_text(json.dumps(asdict(spec)))
-    status, out, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"), "--json")
+    status, out, err = terminal("audit", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"),
+                                "--json")
     assert status == 0, err
     said = json.loads(out)
     assert said["certified"] == {} and said["claimed"]["epsilon"] < .5
@@ -315,13 +318,18 @@ def test_a_fault_of_a_training_keeps_its_stack(tmp_path, monkeypatch):
 
 
 def test_tables_say_that_runs_are_of_other_sizes(root):
-    status, out, err = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile", "digits")
-    assert (status, out) == (2, "") and "of other sizes" in err and "--profile" in err and "got none" not in err
+    status, out, err = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile",
+                                "digits")
+    assert (status, out) == (2, "") and "of other sizes" in err and "--profile" in err
+    assert "got none" not in err
 
 
 def test_tables_say_whose_data_and_names_they_have(root):
-    status, out, _ = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile", "laptop")
-    assert status == 0 and out.startswith("Paper global_adapt_v2, Table 13, on MNIST; ours on mnist. V2 is DP-SGD-Global-Adapt-V2; ")
+    status, out, _ = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile",
+                              "laptop")
+    assert status == 0
+    assert out.startswith("Paper global_adapt_v2, Table 13, on MNIST; ours on mnist. V2 is "
+                          "DP-SGD-Global-Adapt-V2; ")
 
 
 def test_what_is_stopped_says_so(monkeypatch):

@@ -18,37 +18,45 @@ GIVEN = ("accounting", "target_epsilon", "seed", *NOISE)
 
 
 @pytest.fixture(scope="module")
-def records(root): return {path: read_record(path) for path in (root/"results").glob("*/*/*/*.json")}
+def records(root):
+    return {path: read_record(path) for path in (root/"results").glob("*/*/*/*.json")}
 
 
 @pytest.fixture(scope="module")
 def specs(records): return [r.spec for r in records.values()]
 
 
-def values_of(spec): return {name: value for name, value in spec.values.items() if name not in GIVEN and value is not None}
+def values_of(spec):
+    return {name: value for name, value in spec.values.items() if name not in GIVEN
+            and value is not None}
 
 
 def question(spec):
     "What the first multiplier of a run depends on."
-    sizes = {p.dataset: p.dataset_size for profiles in (PROFILES, SAD_PROFILES, ADAPTIVE_PROFILES) for p in profiles["laptop"].values()}
-    plan = PoissonPlan(dataset_size=sizes[spec.dataset], expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
+    sizes = {p.dataset: p.dataset_size for profiles in (PROFILES, SAD_PROFILES, ADAPTIVE_PROFILES)
+             for p in profiles["laptop"].values()}
+    plan = PoissonPlan(dataset_size=sizes[spec.dataset],
+                       expected_batch_size=spec.expected_batch_size, epochs=spec.epochs)
     return calibration_key(values_of(spec), plan, spec.accounting, spec.target_epsilon)
 
 
 def test_the_index_lists_every_record_and_no_other(root, records):
     assert (root/"results"/"index.csv").read_text(encoding="utf-8") == index_text(records.values())
-    assert {path for path, r in records.items() if path != result_path(r.spec, root/"results")} == set()
+    assert {path for path, r in records.items() if path != result_path(r.spec,
+        root/"results")} == set()
 
 
 def test_records_are_found_by_paper_data_set_and_method(root, records):
     found = read_records(root/"results", paper="sad", dataset="ham10000_small", method="SAD-DPSGD")
-    alike = [path for path in records if path.parts[-4:-1] == ("sad", "ham10000_small", slug("SAD-DPSGD"))]
+    alike = [path for path in records if path.parts[-4:-1] == ("sad", "ham10000_small",
+        slug("SAD-DPSGD"))]
     assert len(found) == len(alike) > 3 and {r.spec.method.name for r in found} == {"SAD-DPSGD"}
 
 
 def test_no_run_stands_twice_with_different_noise(specs):
     runs = Counter(tuple((k, v) for k, v in s.values.items() if k not in NOISE) for s in specs)
-    assert len(specs) > 200 and [dict(run)["method"] for run, times in runs.items() if times > 1] == []
+    assert len(specs) > 200
+    assert [dict(run)["method"] for run, times in runs.items() if times > 1] == []
 
 
 @pytest.mark.slow
@@ -56,17 +64,23 @@ def test_gradients_have_the_noise_that_is_calibrated_today(specs):
     asked = {s: question(s) for s in specs if s.paper != "sanitization" and s.accounting != "none"}
     found = {key: first_multiplier(*key) for key in dict.fromkeys(asked.values())}
     for spec, key in asked.items():
-        today = shared_with_loss(found[key]) if spec.method.adapt_to == "loss" else {"noise_multiplier": found[key]}
-        for name, value in today.items(): assert getattr(spec.method, name) == pytest.approx(value, rel=1e-6), (spec.paper, spec.method.name, spec.target_epsilon)
+        today = shared_with_loss(found[key]) if spec.method.adapt_to == "loss" else {
+            "noise_multiplier": found[key]}
+        for name, value in today.items():
+            assert getattr(spec.method, name) == pytest.approx(value, rel=1e-6), (spec.paper,
+                spec.method.name, spec.target_epsilon)
 
 
 @pytest.mark.slow
 def test_layers_are_those_of_the_grid(specs, tmp_path):
     asked = set()
     for stands_for, size in LAYER_PROFILES["laptop"].items():
-        loose = layer_specs(size, methods=("Frozen", "One release"), target_epsilon=8., runs=tmp_path) # the tables' second row of each
+        # the tables' second row of each
+        loose = layer_specs(size, methods=("Frozen", "One release"), target_epsilon=8.,
+                            runs=tmp_path)
         watched = layer_specs(flag_profiles("laptop")[stands_for], methods=PRINTED, runs=tmp_path)
-        swept = [s for name in SWEEPS for moving in (False, True) for of in sweep_specs(size, name, moving=moving).values() for s in of]
+        swept = [s for name in SWEEPS for moving in (False, True) for of in sweep_specs(size, name,
+            moving=moving).values() for s in of]
         asked |= {s.name for s in (*layer_specs(size, runs=tmp_path), *loose, *watched, *swept)}
     committed = {s.name for s in specs if s.paper == "sanitization"}
     assert committed and committed <= asked

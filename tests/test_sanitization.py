@@ -312,7 +312,9 @@ def test_weights_that_learned_and_were_frozen_later_are_not_certified():
     saved = freeze_below(funnel(5, 3, in_features=9, sanitization=SanitizationLayer(5, .5, 4.)))
     saved.load_state_dict(late.state_dict())
     for one in (late, copy.deepcopy(late), saved):
-        assert model_report(one, plan, delta=1e-5).case == "weights below trained on raw features, rows released 2 times" and model_report(one, plan, delta=1e-5).certified == {}
+        assert model_report(one, plan,
+                            delta=1e-5).case == "weights below trained on raw features, rows released 2 times"
+        assert model_report(one, plan, delta=1e-5).certified == {}
         assert model_report(one, plan, delta=1e-5,
             below="public").case == "weights below from public data, rows released 2 times"
     with pytest.raises(ValueError, match="below must be public or None, got below='frozen'"):

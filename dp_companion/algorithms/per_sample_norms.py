@@ -309,7 +309,8 @@ def weight_matrices(layer, slots, a, b)->Tensor: # (batch, n)
 
 def _conv_matrices(layer, slots, a, b):
     "Per-sample matrices from patches."
-    return (_matrix_part(slots["weight"].flat.numel(), a, b, partial(weight_matrices, layer, slots)),
+    return (_matrix_part(slots["weight"].flat.numel(), a, b, partial(weight_matrices, layer,
+        slots)),
             _conv_bias(b))
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #9a7f2aeb
@@ -518,9 +519,11 @@ HELD_BYTES = 1<<28 # Largest gradient of one sample where Gram matrices would do
 
 KERNELS = { # Kind of layer -> name -> kernel: of a layer, its slots by parameter name, its input a (batch, ...) and the gradient b (batch, ...) at its output it makes the Parts
     nn.Linear: dict(rank_one=_linear_rank_one, gram=_linear_gram, matrices=_linear_matrices),
-    nn.Conv2d: dict(matrices=_conv_matrices, grouped=_conv_grouped, gram=_conv_gram, gram_product=_conv_gram_product),
+    nn.Conv2d: dict(matrices=_conv_matrices, grouped=_conv_grouped, gram=_conv_gram,
+                    gram_product=_conv_gram_product),
     nn.GroupNorm: dict(rows=group_norm), nn.LayerNorm: dict(rows=layer_norm),
-    **{kind: dict(rows=_instance_norm) for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)},
+    **{kind: dict(rows=_instance_norm) for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d,
+        nn.InstanceNorm3d)},
     nn.Embedding: dict(tokens=embedding),
 }
 

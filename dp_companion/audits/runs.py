@@ -26,7 +26,8 @@ def released_events(
     events = tuple(MechanismEvent(**event) for event in record.budget["events"])
     if not events:
         raise ValueError(
-            f"record must be of a run with noisy queries, got {record.spec.method.name} without any; "
+            f"record must be of a run with noisy queries, got {record.spec.method.name} without "
+            "any; "
             "nothing protects it, so there is nothing to test"
         )
     return events

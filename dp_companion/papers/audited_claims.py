@@ -78,7 +78,8 @@ def _sad(unit)->Headline:
     def budget():
         if images == 1:
             return budget_report(events, delta=_SAD_DELTA,
-                claimed=sad_claim(events, delta=_SAD_DELTA, steps=_SAD_PLAN.steps), privacy_unit=unit)
+                claimed=sad_claim(events, delta=_SAD_DELTA, steps=_SAD_PLAN.steps),
+                privacy_unit=unit)
         return replace(budget_report(events, delta=_SAD_DELTA, privacy_unit=unit),
             certified=certify_group(events, images=images, delta=_SAD_DELTA))
     return Headline(paper="sad", setting="SAD-DPSGD on HAM10000 for ε = 8", is_printed=True,
@@ -124,10 +125,12 @@ def _rows(is_printed)->Headline:
     profile = layer_profile("paper", "CIFAR-10, ResNet-18")
     spec = run_spec(**(printed_values(profile) if is_printed
         else real_values(profile, "One release", target_epsilon=claim_of(profile))), seed=0)
-    release = RowRelease(width=spec.method.layer_width, noise_multiplier=spec.method.layer_noise_multiplier,
+    release = RowRelease(width=spec.method.layer_width,
+                         noise_multiplier=spec.method.layer_noise_multiplier,
         releases=spec.method.layer_releases or spec.epochs, rows="nonnegative")
     def budget():
-        return sanitization_report(release, profile.plan, below=spec.method.layer_below, delta=spec.delta)
+        return sanitization_report(release, profile.plan, below=spec.method.layer_below,
+                                   delta=spec.delta)
     setting = (f"rows of ResNet-18, {release.releases} a record"
         + (", trained below" if is_printed else ", public features below"))
     return Headline(paper="sanitization", setting=setting, is_printed=is_printed,

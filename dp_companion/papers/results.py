@@ -42,7 +42,8 @@ STANDS_FOR_OF = {"sad": dict.fromkeys(_LESIONS, "HAM10000"), "adaptive_noise": _
                  "sanitization": _IMAGES} # Where a paper has data sets of its own
 
 # %% ../../nbs/papers/results.ipynb #587bb783
-COLUMNS = ("paper", "items", "dataset", "method", "accounting", "target_epsilon", "seed", "accuracy",
+COLUMNS = ("paper", "items", "dataset", "method", "accounting", "target_epsilon", "seed",
+           "accuracy",
            "certified_epsilon", "file") # Of the table
 
 def items_of(

@@ -48,7 +48,8 @@ def row_of(
         {"epsilon": math.inf})["epsilon"] for name in ("rdp", "pld")}
     return {"paper": spec.paper, "dataset": spec.dataset, "method": spec.method.name,
         "accounting": spec.accounting, "target_epsilon": spec.target_epsilon, "delta": spec.delta,
-            "noise_multiplier": as_named(spec.method.noise_multiplier), "value": metric_of(record, metric),
+            "noise_multiplier": as_named(spec.method.noise_multiplier), "value": metric_of(record,
+                metric),
             "claimed": budget["claimed"]["epsilon"] if budget["claimed"] else math.nan,
             **{name: float(e) for name, e in certified.items()},
             "empirical": budget["empirical"]["epsilon"] if budget["empirical"] else math.nan}

@@ -122,7 +122,8 @@ def differences_of(
 )->list: # Differences, pair by pair; those that have a common seed
     "The differences of pairs of methods at each target."
     def at(method, target):
-        return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method, target)]
+        return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method,
+            target)]
     made = [paired_difference(f"{short_name(ours)} − {short_name(theirs)}, ε = {t:g}",
         at(ours, t), at(theirs, t), lambda r: metric_of(r, metric))
         for ours, theirs in pairs for t in targets]

@@ -25,7 +25,8 @@ def _beside_counts(
 )->float: # Of the gradient alone
     "The gradient's multiplier beside a rule's noisy counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
     if noise_multiplier < count_noise: return (noise_multiplier**-2 - count_noise**-2)**-.5
-    raise ValueError(f"count_noise must be > {noise_multiplier:g}, which the target needs for all queries together, "
+    raise ValueError(f"count_noise must be > {noise_multiplier:g}, which the target needs for all "
+                     "queries together, "
                      f"got count_noise={count_noise:g}")
 
 # %% ../../nbs/training/multipliers.ipynb #6fb540ed
@@ -39,7 +40,8 @@ def _epsilon_on(
     delta:float, # Target delta, in (0, 1)
 )->float: # Upper bound (nats); `inf` where PLD fails
     "Epsilon by PLD on a grid."
-    return pld_epsilon(events, delta=delta, interval=times*grid_interval(composable(events), delta=delta))
+    return pld_epsilon(events, delta=delta, interval=times*grid_interval(composable(events),
+        delta=delta))
 
 # %% ../../nbs/training/multipliers.ipynb #51facf52
 def _calibrate_spending(
@@ -50,7 +52,8 @@ def _calibrate_spending(
     safe:float, # A multiplier that stands where nothing better is found
 )->float: # Initial noise multiplier
     "A secant on the logarithms, until nearly all of the target is spent and no more."
-    sigma, aim, power, last = start, target_epsilon*(1 - _TOLERANCE/2), 1.3, None # epsilon falls about as sigma^-power
+    # epsilon falls about as sigma^-power
+    sigma, aim, power, last = start, target_epsilon*(1 - _TOLERANCE/2), 1.3, None
     for _ in range(20):
         found = spent(sigma)
         if not 0 < found < math.inf: break # where this accountant sees nothing, what is safe stands
@@ -73,7 +76,8 @@ def _calibrate_events(
     sigma = _calibrate_spending(spent(10), target_epsilon, start=.92*safe, safe=safe)
     found = spent(1)(sigma)
     if not found <= target_epsilon: raise ValueError(
-        f"target_epsilon must be one that the schedule can meet, got target_epsilon={target_epsilon}; "
+        "target_epsilon must be one that the schedule can meet, got "
+        f"target_epsilon={target_epsilon}; "
         "use a larger one, or another noise of the counts where the rule counts")
     if found == 0 or found >= _LEAST_SPENT*target_epsilon: return sigma
     return _calibrate_spending(spent(1), target_epsilon, start=sigma, safe=sigma)
@@ -86,8 +90,10 @@ def _certified_initial(
     count_noise:float|None=None, # Noise std of a rule's own count, asked at every step; None where there is none
 )->float: # Initial noise multiplier of the gradient
     "The initial multiplier of a schedule at which the tighter accountant certifies the target."
-    def counted(event): return event if count_noise is None else joint_event(event, count_noise, "count")
-    def events_of(sigma): return tuple(counted(e) for e in gaussian_events(shape.rescaled(sigma), plan))
+    def counted(event):
+        return event if count_noise is None else joint_event(event, count_noise, "count")
+    def events_of(sigma):
+        return tuple(counted(e) for e in gaussian_events(shape.rescaled(sigma), plan))
     safe = calibrate_noise_multiplier(shape, plan, target_epsilon=target_epsilon, delta=delta)
     if count_noise is not None: safe = _beside_counts(safe, count_noise)
     return _calibrate_events(events_of, target_epsilon, delta=delta, safe=safe)
@@ -105,8 +111,10 @@ def first_multiplier(
     target = dict(target_epsilon=target_epsilon, delta=delta)
     if accounting == "as_printed": return calibrate(shape, plan, accountant="as_printed", **target)
     if accounting == "filtered": return calibrate_noise_multiplier(shape, plan, **target)
-    if accounting == "certified": return _certified_initial(shape, plan, **target, count_noise=count_noise)
-    raise ValueError(f"accounting must be one of as_printed, certified, filtered, got accounting={accounting!r}")
+    if accounting == "certified":
+        return _certified_initial(shape, plan, **target, count_noise=count_noise)
+    raise ValueError("accounting must be one of as_printed, certified, filtered, got "
+                     f"accounting={accounting!r}")
 
 # %% ../../nbs/training/multipliers.ipynb #da66245a
 def calibration_key(

@@ -107,6 +107,7 @@ def check_target(
     "Refuse a certified run whose tightest certified epsilon is above its target."
     spent, sigma = report.epsilon, spec.method.noise_multiplier
     if spec.accounting != "certified" or spent <= spec.target_epsilon: return
-    raise ValueError(f"noise_multiplier must be certified for target_epsilon={spec.target_epsilon}, "
+    raise ValueError("noise_multiplier must be certified for "
+                     f"target_epsilon={spec.target_epsilon}, "
                      f"got noise_multiplier={sigma}, which spends {spent:.4g}; "
                      "use the one that `dp-companion calibrate` gives")

@@ -82,7 +82,8 @@ def find_record(
 LISTED = "application/vnd.dp-companion.records+json" # Output type in which a page lists its runs
 
 # %% ../../nbs/training/records.ipynb #a3671fdb
-_PACKAGES = ("dp-companion", "torch", "opacus", "dp-accounting", "numpy", "scikit-learn") # Of a record
+# Of a record
+_PACKAGES = ("dp-companion", "torch", "opacus", "dp-accounting", "numpy", "scikit-learn")
 
 # %% ../../nbs/training/records.ipynb #66c3fd65
 def commit()->str: # 12 hexadecimal digits, perhaps "+changes"; "unknown" outside a checkout
@@ -91,8 +92,10 @@ def commit()->str: # 12 hexadecimal digits, perhaps "+changes"; "unknown" outsid
     def git(*args):
         return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
     try:
-        head, known = git("rev-parse", "--short=12", "HEAD"), git("ls-files", "--error-unmatch", ".")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)dp_companion/*.py")
+        head, known = git("rev-parse", "--short=12", "HEAD"), git("ls-files", "--error-unmatch",
+            ".")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--",
+                      ":(top)dp_companion/*.py")
     except OSError: return "unknown"
     if head.returncode or known.returncode: return "unknown" # inside somebody else's repository
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")

@@ -22,7 +22,8 @@ from ..budgets.events import MechanismEvent, gaussian_events
 from ..budgets.schedules import LARGEST, Constant, PoissonPlan, Schedule, schedule
 
 # %% ../../nbs/training/spec.ipynb #f340ea6f
-REVISION = 2 # Part of every hash; raised when training changes so that old records no longer come out
+# Part of every hash; raised when training changes so that old records no longer come out
+REVISION = 2
 _NAMED_DIGITS = 6 # Of a number in a hash
 ACCOUNTINGS = ("as_printed", "certified") # Which formula chose the initial multiplier
 _LARGEST_COUNT = 10**6 # Every count of a spec is below it, so that memory holds what is counted
@@ -89,7 +90,8 @@ class Method:
         "The class of the clipping rule."
         if self.clip_rule in self.rules: return self.rules[self.clip_rule]
         known = ", ".join(self.rules)
-        raise ValueError(f"clip_rule must be one of none, {known}, got clip_rule={self.clip_rule!r}")
+        raise ValueError(
+            f"clip_rule must be one of none, {known}, got clip_rule={self.clip_rule!r}")
     def rule_values(self)->dict: # Names to values; None is left out
         "Constants of the clipping rule besides `max_grad_norm`."
         return {}
@@ -97,7 +99,8 @@ class Method:
         classes:int, # Of the data: the groups of a rule that needs groups
     )->ClipRule:
         "The clipping rule that a run begins with."
-        kind, given = self.rule_class, {k: v for k, v in self.rule_values().items() if v is not None}
+        kind, given = self.rule_class, {k: v for k, v in self.rule_values().items()
+            if v is not None}
         for name in (n for n in given if n not in kind.__dataclass_fields__):
             raise ValueError(f"{name} must be left out for clip_rule={self.clip_rule}, "
                              f"which has none, got {name}={given[name]}")
@@ -270,7 +273,8 @@ class RunSpec:
 # %% ../../nbs/training/spec.ipynb #aaf528b9
 def _said(holder): return {k: as_named(v) for k, v in vars(holder).items() if v is not None}
 
-def _without_name(method): return {("method" if k == "name" else k): v for k, v in vars(method).items()}
+def _without_name(method):
+    return {("method" if k == "name" else k): v for k, v in vars(method).items()}
 
 # %% ../../nbs/training/spec.ipynb #34e0411c
 def digest(

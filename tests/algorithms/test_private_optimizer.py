@@ -252,7 +252,8 @@ def test_a_bound_can_fall_by_the_step(rule, name):
 def test_hooks_on_parameters_are_refused_whenever_they_come(kind):
     def hooked(model): getattr(next(model.parameters()), kind)(lambda g: None)
     model = network(); hooked(model)
-    with pytest.raises(ValueError, match="the hook on the parameter at .* changes a gradient"): private(
+    with pytest.raises(ValueError, match="the hook on the parameter at .* changes a gradient"):
+        private(
         model=model)
     _, module, optimizer, loader = private(model=(model := network()))
     loss, hook_at = nn.CrossEntropyLoss(), 3 # A pass that is not looked at

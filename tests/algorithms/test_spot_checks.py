@@ -31,7 +31,8 @@ class Net(nn.Module):
     "Two linear layers and a function of them."
     def __init__(self, function, frozen=False):
         super().__init__()
-        self.first, self.last, self.function = nn.Linear(5, 5, bias=False).requires_grad_(not frozen), nn.Linear(5, 3), function
+        self.first, self.last, self.function = nn.Linear(5, 5, bias=False).requires_grad_(
+            not frozen), nn.Linear(5, 3), function
     def forward(self, x): return self.function(self, x)
 
 
@@ -39,7 +40,8 @@ class Scaled(nn.Module):
     "A parameter of the model itself around a function."
     def __init__(self, function):
         super().__init__()
-        self.scale, self.last, self.function = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), function
+        self.scale, self.last, self.function = nn.Parameter(torch.ones(5)), nn.Linear(5,
+            3), function
     def forward(self, x): return self.last(self.scale*self.function(x))
 
 
@@ -49,27 +51,37 @@ def standard_in_secret(z): return (z - z.detach().mean(0))/z.detach().std(0)
 
 MEETING = {
     "before the first layer": lambda: Net(lambda m, x: m.last(m.first(100*centred(x)))),
-    "in statistics that no gradient sees": lambda: Net(lambda m, x: m.last(standard_in_secret(m.first(x)).tanh())),
-    "behind a frozen layer": lambda: Net(lambda m, x: m.last(centred(m.first(x)).tanh()), frozen=True),
+    "in statistics that no gradient sees": lambda: Net(lambda m,
+        x: m.last(standard_in_secret(m.first(x)).tanh())),
+    "behind a frozen layer": lambda: Net(lambda m, x: m.last(centred(m.first(x)).tanh()),
+        frozen=True),
     "beside a parameter of the model": lambda: Scaled(centred),
 }
 UNSEEN = {
-    "a function of a weight": lambda: Net(lambda m, x: m.last(.001*m.first(x)) + 30*x@m.first.weight[:3].T),
-    "a weight as a second layer": lambda: Net(lambda m, x: m.last(F.linear(m.first(x), m.first.weight))),
+    "a function of a weight": lambda: Net(lambda m, x: m.last(.001*m.first(x))
+        + 30*x@m.first.weight[:3].T),
+    "a weight as a second layer": lambda: Net(lambda m,
+        x: m.last(F.linear(m.first(x), m.first.weight))),
 }
 
 
-def data(n=N): return torch.randn(n, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(n) % 3
+def data(n=N):
+    return torch.randn(n, 5, generator=torch.Generator().manual_seed(0),
+                       dtype=torch.float64), torch.arange(n) % 3
 
 
 def one_step(model, way, x, y):
     "The summed gradient of one step on all records, with next to no noise."
     torch.manual_seed(0)
-    model, loss, options = model.double(), nn.CrossEntropyLoss(), dict(noise_multiplier=1e-12, expected_batch_size=len(x))
+    model, loss, options = model.double(), nn.CrossEntropyLoss(), dict(noise_multiplier=1e-12,
+        expected_batch_size=len(x))
     optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-    if way == "step": PrivateStep(model, optimizer, clip_rule=Flat(max_grad_norm=1.), **options)(loss, x, y)
+    if way == "step":
+        PrivateStep(model, optimizer, clip_rule=Flat(max_grad_norm=1.), **options)(loss, x, y)
     else:
-        found = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=optimizer, data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), max_grad_norm=1., **options)
+        found = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=optimizer,
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)), max_grad_norm=1.,
+            **options)
         for inputs, targets in found[-1]:
             loss(found[0](inputs), targets).backward()
             found[1].step()
@@ -80,7 +92,8 @@ def clipped_sum(model, x, y):
     "The same by ordinary differentiation, one record after the other."
     model, parts = copy.deepcopy(model).double(), []
     for a, b in zip(x.clone(), y):
-        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()), materialize_grads=True)])
+        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]),
+            b[None]), list(model.parameters()), materialize_grads=True)])
         parts.append(g/max(1, g.norm()))
     return sum(parts)
 
@@ -88,24 +101,31 @@ def clipped_sum(model, x, y):
 @WAYS
 @pytest.mark.parametrize("where", MEETING)
 def test_samples_that_meet_are_refused_wherever_they_do(way, where):
-    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): one_step(MEETING[where](), way, *data())
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"):
+        one_step(MEETING[where](), way, *data())
 
 
 @WAYS
 @pytest.mark.parametrize("what", UNSEEN)
 def test_a_gradient_that_the_engine_does_not_see_is_refused(way, what):
-    with pytest.raises(ValueError, match="must see all of a sample's gradient|must be used by its own layer alone|must not exceed its samples' clipped norms"): one_step(UNSEEN[what](), way, *data())
+    with pytest.raises(ValueError, match="must see all of a sample's gradient|must be used by its "
+                       "own layer alone|must not exceed its samples' clipped norms"):
+        one_step(UNSEEN[what](), way, *data())
 
 
 @WAYS
 def test_a_layer_that_is_called_on_one_row_too_is_refused(way):
-    model = Net(lambda m, x: m.last(m.first(torch.ones_like(x[:1]))*x.mean(1, keepdim=True) + .001*m.first(x)))
-    with pytest.raises(ValueError, match="must be the batch of 16, got 1|one row per sample"): one_step(model, way, *data())
+    model = Net(lambda m, x: m.last(m.first(torch.ones_like(x[:1]))*x.mean(1, keepdim=True)
+                                    + .001*m.first(x)))
+    with pytest.raises(ValueError, match="must be the batch of 16, got 1|one row per sample"):
+        one_step(model, way, *data())
 
 
 class Conditioned(nn.Module):
     "A layer with a parameter of its own, and a second input as an attribute."
-    def __init__(self): super().__init__(); self.gain, self.last, self.condition = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), None
+    def __init__(self):
+        super().__init__()
+        self.gain, self.last, self.condition = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), None
     def forward(self, x): return x*self.gain*self.condition
 
 
@@ -119,11 +139,13 @@ class ConditionedNet(nn.Module):
 @WAYS
 def test_a_layer_that_keeps_its_batch_as_an_attribute_is_refused(way):
     "Under vmap every row would have the whole batch: 38 bounds for one record."
-    with pytest.raises(ValueError, match="must see all of a sample's gradient"): one_step(ConditionedNet(), way, *data())
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"):
+        one_step(ConditionedNet(), way, *data())
 
 
 BEYOND = { # Found too large, or in another direction, which norms alone do not show
-    "a half of a weight": lambda m, x: m.last(torch.func.functional_call(m.first, {"weight": .5*m.first.weight.detach()}, x)),
+    "a half of a weight": lambda m, x: m.last(torch.func.functional_call(m.first,
+        {"weight": .5*m.first.weight.detach()}, x)),
     "frozen on its way": lambda m, x: frozen_on_its_way(m, x),
 }
 
@@ -138,7 +160,8 @@ def frozen_on_its_way(m, x):
 @WAYS
 @pytest.mark.parametrize("what", BEYOND)
 def test_a_gradient_that_only_the_engine_sees_is_refused(way, what):
-    with pytest.raises(ValueError, match="must see all of a sample's gradient"): one_step(Net(BEYOND[what]), way, *data())
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"):
+        one_step(Net(BEYOND[what]), way, *data())
 
 
 def moved(build, x, y, k, *, steps=1, change=lambda model, t: None, C=.01, **options):
@@ -146,13 +169,17 @@ def moved(build, x, y, k, *, steps=1, change=lambda model, t: None, C=.01, **opt
     def sums(rows):
         torch.manual_seed(0)
         model = build().double()
-        step = PrivateStep(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.), clip_rule=Flat(max_grad_norm=C), expected_batch_size=1, noise_multiplier=0., **options)
+        step = PrivateStep(model,
+                           torch.optim.SGD([p for p in model.parameters() if p.requires_grad],
+                               lr=0.), clip_rule=Flat(max_grad_norm=C), expected_batch_size=1,
+                               noise_multiplier=0., **options)
         for t in range(steps):
             change(model, t)
             step(nn.CrossEntropyLoss(), x[rows], y[rows])
             yield torch.cat([p.grad.flatten() for p in step.recorder.slots])
     everyone = torch.arange(len(x))
-    return max((g - h).norm().item()/C for g, h in zip(sums(everyone), sums(everyone[everyone != k])))
+    return max((g - h).norm().item()/C for g, h in zip(sums(everyone),
+        sums(everyone[everyone != k])))
 
 
 @pytest.mark.parametrize("kernel", ["matrices", "grouped", "gram", "gram_product", "opacus"])
@@ -170,7 +197,10 @@ def test_a_convolution_s_padding_is_what_it_is_now(kernel):
 
 class Tempered(nn.Module):
     "A layer with a parameter of its own, and a number that the loop changes."
-    def __init__(self): super().__init__(); self.gain, self.last, self.heat = nn.Parameter(torch.ones(5)), nn.Linear(5, 3).requires_grad_(False), .05
+    def __init__(self):
+        super().__init__()
+        self.gain, self.last, self.heat = nn.Parameter(torch.ones(5)), nn.Linear(5,
+            3).requires_grad_(False), .05
     def forward(self, x): return self.last(x*self.gain*self.heat)
 
 
@@ -184,12 +214,14 @@ def test_a_layer_is_measured_as_it_is_now():
 def test_autocast_inside_a_model_is_refused(way):
     def rounded(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16): return model.last(model.first(x)).double()
-    with pytest.raises(ValueError, match="must run in the parameters' own precision, got autocast"): one_step(Net(rounded), way, *data())
+    with pytest.raises(ValueError, match="must run in the parameters' own precision, got autocast"):
+        one_step(Net(rounded), way, *data())
 
 
 def test_looks_are_not_spent_on_batches_of_one():
     model, (x, y) = MEETING["behind a frozen layer"]().double(), data()
-    step = PrivateStep(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
+    step = PrivateStep(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad],
+        lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
     for k in range(3): step(nn.CrossEntropyLoss(), x[k:k+1], y[k:k+1])
     with pytest.raises(ValueError, match="samples must not meet"): step(nn.CrossEntropyLoss(), x, y)
 
@@ -199,20 +231,23 @@ def test_a_model_may_take_a_gradient_on_its_way(way):
     "As adversarial examples do: what it asks of its layers then is not the loss's."
     def adversarial(model, x):
         z = x.detach().requires_grad_(True)
-        g, = torch.autograd.grad(F.cross_entropy(model.last(model.first(z).tanh()), torch.zeros(len(x), dtype=torch.long), reduction="sum"), z)
+        g, = torch.autograd.grad(F.cross_entropy(model.last(model.first(z).tanh()),
+            torch.zeros(len(x), dtype=torch.long), reduction="sum"), z)
         return model.last(model.first(x + .01*g.sign()).tanh())
     torch.manual_seed(0)
     model, (x, y) = Net(adversarial).double(), data()
     expected = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     for a, b in zip(x, y):
-        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()))])
+        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]),
+            b[None]), list(model.parameters()))])
         expected += g*min(1, 1/g.norm())
     torch.testing.assert_close(one_step(model, way, x, y), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_a_hook_that_comes_later_is_a_function_behind_its_layer():
     model, (x, y) = Net(lambda m, x: m.last(m.first(x))).double(), data()
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(max_grad_norm=1.), expected_batch_size=1, noise_multiplier=0.)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.),
+                       clip_rule=Flat(max_grad_norm=1.), expected_batch_size=1, noise_multiplier=0.)
     for _ in range(3): step(nn.CrossEntropyLoss(), x, y)
     model.first.register_forward_hook(lambda layer, args, output: 5*output)
     step(nn.CrossEntropyLoss(), x, y) # Which nobody looks at
@@ -221,13 +256,16 @@ def test_a_hook_that_comes_later_is_a_function_behind_its_layer():
 
 class Listed(nn.Module):
     "Parameters in a container."
-    def __init__(self): super().__init__(); self.held = nn.ParameterList([torch.full((5,), 2.), torch.zeros(5)])
+    def __init__(self):
+        super().__init__()
+        self.held = nn.ParameterList([torch.full((5,), 2.), torch.zeros(5)])
     def forward(self, x): return x*self.held[0] + self.held[1]
 
 
 OWNED = {
     "parameters in a list": Listed,
-    "a parametrization of all there is": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 5, bias=False)),
+    "a parametrization of all there is": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5,
+        5, bias=False)),
     "a hook in front": lambda: hooked_in_front(nn.PReLU(5)),
 }
 
@@ -248,8 +286,11 @@ def test_a_layer_without_a_formula_is_measured_as_it_computes(way, what):
 
 def test_words_may_be_a_view():
     class Words(nn.Module):
-        def __init__(self): super().__init__(); self.words, self.last = nn.Embedding(4, 5), nn.Linear(5, 3)
-        def forward(self, x): return self.last(x + self.words(torch.arange(2).expand(len(x), 2)).sum(1))
+        def __init__(self):
+            super().__init__()
+            self.words, self.last = nn.Embedding(4, 5), nn.Linear(5, 3)
+        def forward(self, x):
+            return self.last(x + self.words(torch.arange(2).expand(len(x), 2)).sum(1))
     one_step(Words(), "step", *data())
 
 
@@ -262,15 +303,21 @@ def test_a_layer_may_be_called_again(way):
 
 class Packed(nn.Module):
     "Sequences of one or two words."
-    def __init__(self): super().__init__(); self.layer, self.last = DPLSTM(2, 4, batch_first=True), nn.Linear(4, 3)
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = DPLSTM(2, 4, batch_first=True), nn.Linear(4, 3)
     def forward(self, x):
         lengths = 1 + (x[:, 0] > 0).long()
-        return self.last(self.layer(nn.utils.rnn.pack_padded_sequence(x[:, 1:].reshape(len(x), 2, 2), lengths, batch_first=True, enforce_sorted=False))[1][0][-1])
+        return self.last(self.layer(nn.utils.rnn.pack_padded_sequence(x[:, 1:].reshape(len(x), 2,
+            2), lengths, batch_first=True, enforce_sorted=False))[1][0][-1])
 
 
 def test_packed_sequences_are_refused_with_what_to_do():
-    step = PrivateStep(model := Packed(), torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1.)
-    with pytest.raises(ValueError, match="pad sequences instead of packing them|padded and not packed"): step(nn.CrossEntropyLoss(), data()[0].float(), data()[1])
+    step = PrivateStep(model := Packed(), torch.optim.SGD(model.parameters(), lr=.1),
+                       clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1.)
+    with pytest.raises(ValueError,
+                       match="pad sequences instead of packing them|padded and not packed"):
+        step(nn.CrossEntropyLoss(), data()[0].float(), data()[1])
 
 
 @WAYS
@@ -294,10 +341,13 @@ def test_a_model_that_draws_from_elsewhere_is_left_alone(way):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_generator_for_noise_and_batches_draws_no_noise_twice(workers, monkeypatch):
     keys, drawn, shared = [], noise.gaussian_, torch.Generator().manual_seed(1)
-    monkeypatch.setattr(noise, "gaussian_", lambda out, key, *rest, **options: keys.append(key) or drawn(out, key, *rest, **options))
+    monkeypatch.setattr(noise, "gaussian_", lambda out, key, *rest, **options: keys.append(key)
+                        or drawn(out, key, *rest, **options))
     model = nn.Linear(5, 3).double()
-    model, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
-        data_loader=DataLoader(TensorDataset(*data(64)), batch_size=8, num_workers=workers, generator=shared), noise_generator=shared)
+    model, optimizer, loader = PrivacyEngine().make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
+        data_loader=DataLoader(TensorDataset(*data(64)), batch_size=8, num_workers=workers,
+                               generator=shared), noise_generator=shared)
     for stop in (2, 8):
         for k, (x, y) in enumerate(loader):
             if k == stop: break
@@ -309,9 +359,11 @@ def test_one_generator_for_noise_and_batches_draws_no_noise_twice(workers, monke
 @pytest.mark.parametrize("workers", [0, 1, 4])
 def test_a_batch_without_a_step_is_noticed_whatever_workers_hold(workers):
     model = nn.Linear(5, 3).double()
-    model, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
+    model, optimizer, loader = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
         data_loader=DataLoader(TensorDataset(*data(80)), batch_size=8, num_workers=workers))
-    with pytest.raises(ValueError, match="every batch of the returned data loader must have its optimizer.step, an empty one too, got 1 without one"):
+    with pytest.raises(ValueError, match="every batch of the returned data loader must have its "
+                       "optimizer.step, an empty one too, got 1 without one"):
         for k, (x, y) in enumerate(loader):
             if k == 6: continue
             nn.CrossEntropyLoss()(model(x), y).backward()
@@ -323,65 +375,88 @@ def test_a_batch_without_a_step_is_noticed_whatever_workers_hold(workers):
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_buffer_that_is_made_in_a_step_is_refused_if_it_is_saved(way, is_saved):
     def keeping(m, x):
-        m.register_buffer("mean", torch.zeros(5) if not is_saved else x.mean(0).detach(), persistent=is_saved)
+        m.register_buffer("mean", torch.zeros(5) if not is_saved else x.mean(0).detach(),
+                          persistent=is_saved)
         return m.last(m.first(x))
     model = Net(keeping)
     if not is_saved: return one_step(model, way, *data())
-    with pytest.raises(ValueError, match="no buffer may change in a private step, got a change of 'mean'"): one_step(model, way, *data())
+    with pytest.raises(ValueError,
+                       match="no buffer may change in a private step, got a change of 'mean'"):
+        one_step(model, way, *data())
     assert "mean" not in model.state_dict()
 
 
 @WAYS
 def test_words_for_what_cannot_be_clipped(way):
     class Stem(nn.Module):
-        def __init__(self): super().__init__(); self.token, self.drop, self.last = nn.Parameter(torch.zeros(5)), nn.Dropout(.5), nn.Linear(5, 3)
+        def __init__(self):
+            super().__init__()
+            self.token, self.drop, self.last = nn.Parameter(torch.zeros(5)), nn.Dropout(
+                .5), nn.Linear(5, 3)
         def forward(self, x): return self.last(self.drop(x + self.token))
-    with pytest.raises(ValueError, match="Dropout inside Stem at '' gives another result"): one_step(Stem(), way, *data())
+    with pytest.raises(ValueError, match="Dropout inside Stem at '' gives another result"):
+        one_step(Stem(), way, *data())
 
 
 def test_a_private_optimizer_is_not_copied_and_its_model_not_converted():
     model = nn.Linear(5, 3)
-    private, optimizer, loader = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1., data_loader=DataLoader(TensorDataset(*data()), batch_size=8))
+    private, optimizer, loader = PrivacyEngine().make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
+        data_loader=DataLoader(TensorDataset(*data()), batch_size=8))
     with pytest.raises(TypeError, match="must not be copied or pickled"): copy.deepcopy(optimizer)
     private.double()
-    with pytest.raises(ValueError, match="parameters must stay as the private step was built with them, got torch.float64 on cpu"): private(data()[0])
+    with pytest.raises(ValueError, match="parameters must stay as the private step was built with "
+                       "them, got torch.float64 on cpu"):
+        private(data()[0])
 
 
 def test_a_padding_word_has_no_gradient_in_a_shared_table():
     "Against one sample after the other."
     class Twice(nn.Module):
-        def __init__(self): super().__init__(); self.words, self.last = nn.Embedding(7, 5, padding_idx=0), nn.Linear(5, 3)
-        def forward(self, pair): return self.last((self.words(pair[:, 0])*self.words(pair[:, 1])).mean(1))
+        def __init__(self):
+            super().__init__()
+            self.words, self.last = nn.Embedding(7, 5, padding_idx=0), nn.Linear(5, 3)
+        def forward(self, pair):
+            return self.last((self.words(pair[:, 0])*self.words(pair[:, 1])).mean(1))
     torch.manual_seed(0)
     pairs, y = torch.randint(0, 7, (6, 2, 4)), torch.arange(6) % 3
     model = Twice().double()
     with torch.no_grad(): model.words.weight[0] = 1.
-    alone = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(p[None]), t[None]), list(model.parameters()))]) for p, t in zip(pairs, y)]
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(max_grad_norm=.05), expected_batch_size=1, noise_multiplier=0.)
+    alone = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(p[None]),
+        t[None]), list(model.parameters()))]) for p, t in zip(pairs, y)]
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1),
+                       clip_rule=Flat(max_grad_norm=.05), expected_batch_size=1,
+                       noise_multiplier=0.)
     step(nn.CrossEntropyLoss(), pairs, y)
     expected = sum(g*min(1, .05/g.norm()) for g in alone)
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected,
+                               rtol=1e-9, atol=1e-12)
 
 
 def test_statistics_that_were_kept_are_those_of_the_gradient():
     "Instance norm in evaluation mode inside a model that trains."
     torch.manual_seed(0)
-    model = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(48, 2)).double()
+    model = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True), nn.Flatten(),
+                          nn.Linear(48, 2)).double()
     model[0].running_mean += .5
     model[0].running_var *= 3
     model[0].eval()
     x, y = torch.randn(4, 3, 4, 4, dtype=torch.float64), torch.arange(4) % 2
-    alone = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(a[None]), t[None]), list(model.parameters()))]) for a, t in zip(x, y)]
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(max_grad_norm=.1), expected_batch_size=1, noise_multiplier=0.)
+    alone = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(a[None]),
+        t[None]), list(model.parameters()))]) for a, t in zip(x, y)]
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1),
+                       clip_rule=Flat(max_grad_norm=.1), expected_batch_size=1, noise_multiplier=0.)
     step(nn.CrossEntropyLoss(), x, y)
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), sum(g*min(1, .1/g.norm()) for g in alone), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]),
+                               sum(g*min(1, .1/g.norm()) for g in alone), rtol=1e-9, atol=1e-12)
 
 
 class Centre(nn.Module):
     "Keeps a mean of its inputs where nothing is trained, as codebooks and centres do."
     def __init__(self, keep):
         super().__init__()
-        self.layer, self.mean, self.keep = nn.Linear(5, 3), nn.Parameter(torch.zeros(5), requires_grad=False), keep
+        self.layer, self.mean, self.keep = nn.Linear(5, 3), nn.Parameter(torch.zeros(5),
+            requires_grad=False), keep
 
     def forward(self, x):
         if self.training: self.keep(self, x.detach().mean(0))
@@ -401,21 +476,27 @@ def anew(model, mean): model.mean = nn.Parameter(mean, requires_grad=False)
 def born(model, mean): model.other = nn.Parameter(mean, requires_grad=False)
 
 
-@pytest.mark.parametrize("keep, name", [(in_place, "mean"), (past_the_counter, "mean"), (anew, "mean"), (born, "other")])
+@pytest.mark.parametrize("keep, name", [(in_place, "mean"), (past_the_counter, "mean"),
+    (anew, "mean"), (born, "other")])
 @WAYS
 def test_a_frozen_parameter_that_keeps_raw_statistics_is_refused(way, keep, name):
     model = Centre(keep)
-    with pytest.raises(ValueError, match=f"no frozen parameter may change in a private step, got a change of '{name}'"): one_step(model, way, *data())
+    with pytest.raises(ValueError,
+                       match="no frozen parameter may change in a private step, got a change of "
+                       f"'{name}'"):
+        one_step(model, way, *data())
     assert model.mean.abs().sum() == 0
 
 
-@pytest.mark.parametrize("kind, keep", [("frozen parameter", in_place), ("buffer", past_the_counter)])
+@pytest.mark.parametrize("kind, keep", [("frozen parameter", in_place),
+    ("buffer", past_the_counter)])
 def test_what_is_not_trained_is_looked_at_in_every_pass(kind, keep):
     model, (x, y) = Centre(lambda model, mean: None), data()
     if kind == "buffer":
         del model.mean
         model.register_buffer("mean", torch.zeros(5))
-    step = PrivateStep(model.double(), torch.optim.SGD(model.layer.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
+    step = PrivateStep(model.double(), torch.optim.SGD(model.layer.parameters(), lr=.1),
+                       clip_rule=Flat(), expected_batch_size=8, noise_multiplier=1.)
     for _ in range(3): step(nn.CrossEntropyLoss(), x, y)
     model.keep = keep
     with pytest.raises(ValueError, match=f"no {kind} may change"): step(nn.CrossEntropyLoss(), x, y)
@@ -429,7 +510,8 @@ def hooked(function): # Of the first layer's activation
     return lambda: Net(forward)
 
 
-SIZES = {"clamped": lambda g: g.clamp(-1e-3, 1e-3), "normalised": lambda g: g/(g.norm(dim=-1, keepdim=True)+1e-12), "signed": torch.sign}
+SIZES = {"clamped": lambda g: g.clamp(-1e-3, 1e-3),
+         "normalised": lambda g: g/(g.norm(dim=-1, keepdim=True)+1e-12), "signed": torch.sign}
 
 
 @WAYS
@@ -451,7 +533,10 @@ def test_a_hook_on_a_layer_s_own_output_is_a_part_of_its_gradient(way):
     model = Net(forward).double()
     F.cross_entropy(model(x/1e3), y, reduction="sum").backward()
     wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
-    norms = [torch.cat([g.flatten() for g in torch.autograd.grad(F.cross_entropy(model(row[None]/1e3), label[None]), list(model.parameters()))]).norm() for row, label in zip(x, y)]
+    norms = [torch.cat([g.flatten()
+                        for g in torch.autograd.grad(F.cross_entropy(model(row[None]/1e3),
+                            label[None]), list(model.parameters()))]).norm() for row,
+                            label in zip(x, y)]
     assert max(norms) < 1 # Nothing is clipped
     model.zero_grad()
     torch.testing.assert_close(one_step(model, way, x/1e3, y), wanted, rtol=1e-6, atol=1e-9)
@@ -460,37 +545,50 @@ def test_a_hook_on_a_layer_s_own_output_is_a_part_of_its_gradient(way):
 def test_a_buffer_that_changes_without_gradients_is_refused():
     "Accuracy on the training images, taken in training mode."
     x, y = data()
-    model = nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True), nn.Flatten(), nn.Linear(10, 3)).double().eval()
-    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+    model = nn.Sequential(nn.InstanceNorm1d(5, track_running_stats=True), nn.Flatten(),
+                          nn.Linear(10, 3)).double().eval()
+    made = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
     before = model[0].running_mean.clone()
     made[0].train()
-    with torch.no_grad(), pytest.raises(ValueError, match="no buffer may change in a private step, got a change of '0.running_mean'"): made[0](x[:, :, None].expand(-1, -1, 2))
+    with torch.no_grad(), pytest.raises(ValueError,
+            match="no buffer may change in a private step, got a change of '0.running_mean'"):
+        made[0](x[:, :, None].expand(-1, -1, 2))
     assert torch.equal(model[0].running_mean, before)
 
 
 @WAYS
 def test_a_layer_that_runs_again_in_the_backward_pass_is_refused(way):
     "Activation checkpointing, whose second forward pass no engine would see."
-    def again(model, x): return model.last(checkpoint(lambda z: model.first(z).relu(), x, use_reentrant=False))
-    with pytest.raises(ValueError, match="no layer may run again in the backward pass, got a Linear that did, as by torch.utils.checkpoint"): one_step(Net(again), way, *data())
+    def again(model, x):
+        return model.last(checkpoint(lambda z: model.first(z).relu(), x, use_reentrant=False))
+    with pytest.raises(ValueError, match="no layer may run again in the backward pass, got a "
+                       "Linear that did, as by torch.utils.checkpoint"):
+        one_step(Net(again), way, *data())
 
 
 @WAYS
 @pytest.mark.parametrize("draw", ["torch", "NumPy", "Python"])
 def test_rows_that_meet_by_chance_are_refused_whoever_draws(way, draw):
     "Mixup with a share of NumPy's, as its authors have it: a pass that cannot be repeated would say nothing."
-    shares = {"torch": lambda: torch.rand(()).item(), "NumPy": lambda: np.random.beta(1., 1.), "Python": random.random}
+    shares = {"torch": lambda: torch.rand(()).item(), "NumPy": lambda: np.random.beta(1., 1.),
+              "Python": random.random}
     def mixed(model, x):
         share = .2 + .6*shares[draw]()
         return model.last(model.first(share*x + (1-share)*x.flip(0)).relu())
-    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"): one_step(Net(mixed), way, *data())
+    with pytest.raises(ValueError, match="samples must not meet in the model or in the loss"):
+        one_step(Net(mixed), way, *data())
 
 
-@pytest.mark.parametrize("draw", [lambda: np.random.random(), random.random, lambda: torch.rand(()).item()])
+@pytest.mark.parametrize("draw", [lambda: np.random.random(), random.random,
+                                  lambda: torch.rand(()).item()])
 def test_a_look_leaves_the_user_s_random_numbers_alone(draw):
-    model, (x, y) = Net(lambda model, x: model.last(F.dropout(model.first(x), p=.2 + 0*draw()))).double(), data()
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1., generator=torch.Generator().manual_seed(0))
+    model, (x, y) = Net(lambda model,
+                        x: model.last(F.dropout(model.first(x), p=.2 + 0*draw()))).double(), data()
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(),
+                       expected_batch_size=N, noise_multiplier=1.,
+                       generator=torch.Generator().manual_seed(0))
     def drawn(passes):
         random.seed(0); np.random.seed(0); torch.manual_seed(0)
         for _ in range(passes): model(x)
@@ -503,27 +601,35 @@ def test_a_look_leaves_the_user_s_random_numbers_alone(draw):
 
 class Scaling(nn.Module):
     "A scale of one's own, which may be taken in place."
-    def __init__(self, inplace): super().__init__(); self.gamma, self.inplace = nn.Parameter(torch.full((5,), .9)), inplace
+    def __init__(self, inplace):
+        super().__init__()
+        self.gamma, self.inplace = nn.Parameter(torch.full((5,), .9)), inplace
     def forward(self, x): return x.mul_(self.gamma) if self.inplace else x*self.gamma
 
 
 @WAYS
 def test_a_layer_that_changes_its_own_input_is_refused(way):
     "Its gradient is made of the input, which would be the output by then."
-    def net(inplace): return nn.Sequential(nn.Linear(5, 5), Scaling(inplace), nn.Tanh(), nn.Linear(5, 3))
-    with pytest.raises(ValueError, match="layer '1' must not change its input in place"): one_step(net(True), way, *data())
+    def net(inplace):
+        return nn.Sequential(nn.Linear(5, 5), Scaling(inplace), nn.Tanh(), nn.Linear(5, 3))
+    with pytest.raises(ValueError, match="layer '1' must not change its input in place"):
+        one_step(net(True), way, *data())
     one_step(net(False), way, *data())
 
 
 def test_a_pass_that_does_not_repeat_is_warned_of():
     draws = np.random.default_rng(0)
     def scaled(model, x): return model.last(model.first(x).relu()*(1 + draws.random()))
-    with pytest.warns(UserWarning, match="another loss when a pass is repeated with the same random numbers"): one_step(Net(scaled), "step", *data())
+    with pytest.warns(UserWarning,
+                      match="another loss when a pass is repeated with the same random numbers"):
+        one_step(Net(scaled), "step", *data())
 
 
 @pytest.mark.parametrize("function", [lambda x: F.dropout(x, .1), lambda x: x if x.max()>0 else -x])
 def test_a_module_with_parameters_of_its_own_says_what_it_must_be(function):
-    with pytest.raises(ValueError, match="a module with parameters of its own must treat every sample alike, without chance, .*, got a Scaled"): one_step(Scaled(function), "step", *data())
+    with pytest.raises(ValueError, match="a module with parameters of its own must treat every "
+                       "sample alike, without chance, .*, got a Scaled"):
+        one_step(Scaled(function), "step", *data())
 
 
 @WAYS
@@ -539,7 +645,8 @@ class Attending(nn.Module):
     "A class token of one's own beside attention, whose gradients are formed together."
     def __init__(self):
         super().__init__()
-        self.token, self.attention, self.last = nn.Parameter(torch.zeros(1, 1, 6)), nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+        self.token, self.attention, self.last = nn.Parameter(torch.zeros(1, 1,
+            6)), nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
     def forward(self, x):
         x = torch.cat([self.token.expand(len(x), -1, -1), x.unsqueeze(1).expand(-1, 2, -1)], 1)
         return self.last(self.attention(x, x, x, need_weights=False)[0][:, 0])
@@ -547,15 +654,19 @@ class Attending(nn.Module):
 
 def test_attention_inside_a_module_with_parameters_of_its_own_is_taken():
     model, x, y = Attending().double(), torch.randn(8, 6, dtype=torch.float64), torch.arange(8)%3
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(max_grad_norm=1e6), expected_batch_size=8, noise_multiplier=0.)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.),
+                       clip_rule=Flat(max_grad_norm=1e6), expected_batch_size=8,
+                       noise_multiplier=0.)
     true = torch.autograd.grad(nn.CrossEntropyLoss()(model(x), y), list(model.parameters()))
     step(nn.CrossEntropyLoss(), x, y)
     for p, g in zip(model.parameters(), true): torch.testing.assert_close(p.grad, g)
 
 
 def test_reentrant_checkpointing_is_refused_in_a_sentence():
-    def again(model, x): return model.last(checkpoint(torch.relu, model.first(x), use_reentrant=True))
-    with pytest.raises(RuntimeError, match="torch.utils.checkpoint is incompatible"): one_step(Net(again), "step", *data())
+    def again(model, x):
+        return model.last(checkpoint(torch.relu, model.first(x), use_reentrant=True))
+    with pytest.raises(RuntimeError, match="torch.utils.checkpoint is incompatible"):
+        one_step(Net(again), "step", *data())
 
 
 class Masked(ConditionedNet):
@@ -566,9 +677,12 @@ def test_what_is_not_finite_ends_no_look():
     "Neither a masked output, nor another record."
     x, y = data()
     model = Masked().double()
-    module, _, loader = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    module, _, loader = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
     with pytest.raises(ValueError, match="must see all of a sample's gradient"): module(x)
-    with pytest.raises(ValueError, match="must see all of a sample's gradient"): one_step(ConditionedNet(), "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"):
+        one_step(ConditionedNet(), "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
 
 
 def test_a_derivative_that_becomes_an_output_is_refused():
@@ -576,13 +690,16 @@ def test_a_derivative_that_becomes_an_output_is_refused():
     def forced(model, x):
         x = x.detach().requires_grad_(True)
         out = model.last(model.first(x).tanh())
-        return out + 1e-6*torch.autograd.grad(out.sum(), x, create_graph=True)[0].pow(2).sum(1, keepdim=True)
-    with pytest.raises(ValueError, match="as where a derivative is part of the loss"): one_step(Net(forced), "step", *data())
+        return out + 1e-6*torch.autograd.grad(out.sum(), x, create_graph=True)[0].pow(2).sum(1,
+            keepdim=True)
+    with pytest.raises(ValueError, match="as where a derivative is part of the loss"):
+        one_step(Net(forced), "step", *data())
 
 
 def test_a_look_goes_not_back_into_what_made_the_input():
     encoder, model, (x, y) = nn.Linear(5, 5).double(), nn.Linear(5, 3).double(), data()
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1.)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), clip_rule=Flat(),
+                       expected_batch_size=N, noise_multiplier=1.)
     found = []
     for looks in (True, False):
         if not looks: step.spot_check.passes = (3, 3)
@@ -598,7 +715,8 @@ class Keeping(nn.Module):
     "A parameter of its own, a layer inside with a hook of the user's, and its last output at hand."
     def __init__(self):
         super().__init__()
-        self.gain, self.inner, self.act, self.kept = nn.Parameter(torch.full((5,), .7)), nn.Linear(5, 5), nn.Tanh(), None
+        self.gain, self.inner, self.act, self.kept = nn.Parameter(torch.full((5,), .7)), nn.Linear(
+            5, 5), nn.Tanh(), None
         self.act.register_forward_hook(lambda layer, args, output: 2*output)
     def forward(self, x):
         self.kept = self.act(self.inner(x)*self.gain)
@@ -612,7 +730,8 @@ def test_a_layer_may_keep_its_output_and_hold_hooks_inside(way):
         return nn.Sequential(Keeping(), nn.Linear(5, 3)).double()
     model, (x, y), expected = build(), data(), 0
     for a, b in zip(x, y):
-        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()))])
+        g = torch.cat([p.flatten() for p in torch.autograd.grad(F.cross_entropy(model(a[None]),
+            b[None]), list(model.parameters()))])
         expected = expected + g*min(1, 1/g.norm())
     torch.testing.assert_close(one_step(build(), way, x, y), expected, rtol=1e-6, atol=1e-8)
 
@@ -632,9 +751,11 @@ class TiedWords(nn.Module):
     "A language model with one table for words and answers, and a parameter of its own for places."
     def __init__(self):
         super().__init__()
-        self.words, self.places, self.inner, self.answers = nn.Embedding(7, 4), nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.words, self.places, self.inner, self.answers = nn.Embedding(7,
+            4), nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
         self.answers.weight = self.words.weight
-    def forward(self, x): return self.answers(self.inner(self.words(x) + self.places).tanh()).mean(1)
+    def forward(self, x):
+        return self.answers(self.inner(self.words(x) + self.places).tanh()).mean(1)
 
 
 @WAYS
@@ -646,17 +767,21 @@ def test_weights_may_be_tied_beside_a_parameter_of_the_model_itself(way):
     torch.testing.assert_close(one_step(model, way, x, data()[1]), expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("function, word", [(lambda x: F.dropout(x, .1), "without chance"), (lambda x: x if random.random() < 2 else -x, "without chance"), (lambda x: x*(np.random.random() < 2), "without chance")])
+@pytest.mark.parametrize("function, word", [(lambda x: F.dropout(x, .1), "without chance"),
+    (lambda x: x if random.random() < 2 else -x, "without chance"),
+    (lambda x: x*(np.random.random() < 2), "without chance")])
 def test_chance_beside_a_parameter_of_its_own_is_refused_at_the_first_draw(function, word):
     "A second run of it, for its rows, draws other numbers."
     with pytest.raises(ValueError, match=word): one_step(Scaled(function), "step", *data())
 
 
-@pytest.mark.parametrize("generator", [random.Random(0), np.random.default_rng(0), torch.Generator()])
+@pytest.mark.parametrize("generator", [random.Random(0), np.random.default_rng(0),
+                                       torch.Generator()])
 def test_a_generator_beside_a_parameter_of_its_own_is_refused(generator):
     model = Scaled(lambda x: x)
     model.draws = generator
-    with pytest.raises(ValueError, match="the .* 'draws' inside Scaled at '' gives another result"): one_step(model, "step", *data())
+    with pytest.raises(ValueError, match="the .* 'draws' inside Scaled at '' gives another result"):
+        one_step(model, "step", *data())
 
 
 class Counted(nn.Module):
@@ -689,7 +814,9 @@ def test_a_count_beside_a_parameter_of_its_own_is_refused():
 class Remembering(nn.Module):
     "Keeps what came, and what it has made for batches of a size."
     class Mode(enum.IntEnum): A = 1
-    def __init__(self): super().__init__(); self.scale, self.last, self.made, self.history, self.rows, self.mode, self.activations = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), {}, [], 0, self.Mode.A, [torch.tanh]
+    def __init__(self):
+        super().__init__()
+        self.scale, self.last, self.made, self.history, self.rows, self.mode, self.activations = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), {}, [], 0, self.Mode.A, [torch.tanh]
     def forward(self, x):
         self.rows = len(x)
         self.history.append(x.detach())
@@ -724,7 +851,8 @@ def test_an_empty_batch_has_an_answer_of_any_kind():
         def __init__(self): super().__init__(); self.last = nn.Linear(5, 3)
         def forward(self, x): return Answer(self.last(x))
     model, (x, y) = Model().double(), data()
-    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+    made = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
         data_loader=DataLoader(TensorDataset(x, y), batch_size=1))
     sizes = []
     for inputs, targets in made[-1]:
@@ -739,9 +867,12 @@ def test_an_empty_batch_has_an_answer_of_any_kind():
 @pytest.mark.parametrize("owns", [False, True])
 def test_a_copy_of_a_private_model_is_the_users_own(owns):
     "In the middle of a step, when layers hold raw batches."
-    model, (x, y) = (Scaled(torch.tanh) if owns else Net(lambda m, x: m.last(m.first(x)))).double(), data()
+    model, (x, y) = (Scaled(torch.tanh) if owns else Net(lambda m,
+        x: m.last(m.first(x)))).double(), data()
     expected = model(x).detach()
-    made = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    made = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
     inputs, targets = next(iter(made[-1]))
     F.cross_entropy(made[0](inputs), targets).backward()
     assert copy.copy(made[0]) is model
@@ -757,7 +888,9 @@ def test_a_copy_of_a_private_model_is_the_users_own(owns):
 
 class Forces(nn.Module):
     "A layer that is used for a gradient on the way, and again."
-    def __init__(self): super().__init__(); self.inner, self.energy, self.last = nn.Linear(5, 5), nn.Linear(5, 1), nn.Linear(5, 3)
+    def __init__(self):
+        super().__init__()
+        self.inner, self.energy, self.last = nn.Linear(5, 5), nn.Linear(5, 1), nn.Linear(5, 3)
     def forward(self, x):
         x = x.detach().requires_grad_()
         force, = torch.autograd.grad(self.energy(self.inner(x).tanh()).sum(), x)
@@ -774,12 +907,14 @@ def test_a_layer_may_be_used_for_a_gradient_on_the_way(way):
 @pytest.mark.parametrize("what", BEYOND)
 def test_another_record_that_is_not_finite_ends_no_look_at_a_direction(what):
     x, y = data()
-    with pytest.raises(ValueError, match="must see all of a sample's gradient"): one_step(Net(BEYOND[what]), "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
+    with pytest.raises(ValueError, match="must see all of a sample's gradient"):
+        one_step(Net(BEYOND[what]), "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
 
 
 def test_a_look_leaves_an_input_its_gradient():
     def adversarial(m, x):
-        g, = torch.autograd.grad(F.cross_entropy(m.last(m.first(x).tanh()), torch.zeros(len(x), dtype=torch.long), reduction="sum"), x)
+        g, = torch.autograd.grad(F.cross_entropy(m.last(m.first(x).tanh()),
+            torch.zeros(len(x), dtype=torch.long), reduction="sum"), x)
         return m.last(m.first(x + .01*g.sign()).tanh())
     x, y = data()
     one_step(Net(adversarial), "step", x.requires_grad_(True), y)
@@ -796,23 +931,29 @@ def test_looks_take_other_samples_in_turn():
 
 def test_a_step_counts_its_passes():
     model, (x, y) = nn.Linear(5, 3).double(), data()
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=N, noise_multiplier=1.)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(),
+                       expected_batch_size=N, noise_multiplier=1.)
     for rows in (1, N, N): step(nn.CrossEntropyLoss(), x[:rows], y[:rows])
     assert step.spot_check.passes == (1, 2)
 
 
-@pytest.mark.parametrize("found, lone, fits", [(1., 1., True), (.98, 1., False), (1.02, 1., True), (0., 1e-19, True), (torch.inf, 1e19, True), (torch.inf, 1., False)])
+@pytest.mark.parametrize("found, lone, fits", [(1., 1., True), (.98, 1., False), (1.02, 1., True),
+    (0., 1e-19, True), (torch.inf, 1e19, True), (torch.inf, 1., False)])
 def test_a_norm_is_held_to_the_one_of_ordinary_differentiation(found, lone, fits):
     if fits: return _check_norm(found, lone)
-    with pytest.raises(ValueError, match="must see all of a sample's gradient, got a norm of"): _check_norm(found, lone)
+    with pytest.raises(ValueError, match="must see all of a sample's gradient, got a norm of"):
+        _check_norm(found, lone)
 
 
-@pytest.mark.parametrize("found, lone, fits", [([1., .005], [1., 0.], True), ([1., .02], [1., 0.], False), ([0., 1e-19], [1e-19, 0.], True), ([1., torch.inf], [1., 0.], True)])
+@pytest.mark.parametrize("found, lone, fits", [([1., .005], [1., 0.], True),
+    ([1., .02], [1., 0.], False), ([0., 1e-19], [1e-19, 0.], True), ([1., torch.inf], [1., 0.],
+        True)])
 def test_a_gradient_is_held_to_the_one_of_ordinary_differentiation(found, lone, fits):
     flat = torch.tensor(found, dtype=torch.float64)
     recorder = SimpleNamespace(flat=flat, slots=dict(weight=SimpleNamespace(shaped=flat)))
     if fits: return _check_direction(recorder, (torch.tensor(lone, dtype=torch.float64),))
-    with pytest.raises(ValueError, match="got one that is 0.02 of its norm away"): _check_direction(recorder, (torch.tensor(lone, dtype=torch.float64),))
+    with pytest.raises(ValueError, match="got one that is 0.02 of its norm away"):
+        _check_direction(recorder, (torch.tensor(lone, dtype=torch.float64),))
 
 
 class MaskedScores(ConditionedNet):
@@ -823,14 +964,19 @@ class MaskedScores(ConditionedNet):
 
 def test_one_number_a_sample_that_is_not_finite_ends_no_look():
     model, (x, y) = MaskedScores().double(), data()
-    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
     with pytest.raises(ValueError, match="must see all of a sample's gradient"): module(x)
 
 
 def test_outputs_without_a_batch_in_front_are_warned_of_in_the_first_pass_alone():
     model, (x, y) = Net(lambda m, x: m.last(m.first(x)).T).double(), data()
-    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1., data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
-    with pytest.warns(UserWarning, match="no output of the module has the batch in front"): module(x)
+    module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=N))
+    with pytest.warns(UserWarning, match="no output of the module has the batch in front"):
+        module(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for _ in range(2): module(x)
@@ -840,4 +986,5 @@ def test_a_derivative_that_becomes_an_output_is_refused_where_the_layer_is_in_it
     def forced(m, x):
         x = x.detach().requires_grad_(True)
         return m.last(x + 1e-6*torch.autograd.grad(m.first(x).sum(), x, create_graph=True)[0])
-    with pytest.raises(ValueError, match="as where a derivative is part of the loss"): one_step(Net(forced), "step", *data())
+    with pytest.raises(ValueError, match="as where a derivative is part of the loss"):
+        one_step(Net(forced), "step", *data())

@@ -31,7 +31,8 @@ ROWS = {  # name: network, batch, goal where one was set; network for Opacus
     "mnist-64": (mnist_cnn, 64, 1.30, mnist_cnn), "mnist-256": (mnist_cnn, 256, 1.20, mnist_cnn),
     "cifar-64": (cifar_cnn, 64, 1.40, cifar_cnn), "cifar-256": (cifar_cnn, 256, 1.30, cifar_cnn),
     "resnet-32": (small_image_resnet18, 32, 1.35, opacus_small_image_resnet18),
-    "pooled-resnet-32": (group_norm_resnet18, 32, None, opacus_resnet18), # an eighth of the time for as many weights
+    # an eighth of the time for as many weights
+    "pooled-resnet-32": (group_norm_resnet18, 32, None, opacus_resnet18),
 }
 OPACUS = dict(noise_multiplier=1., max_grad_norm=1.)
 
@@ -51,7 +52,8 @@ def ordinary(model, x, y):
 
 def book(model, x, y, **noise):
     "This package's step."
-    private = PrivateStep(model, sgd(model), clip_rule=Flat(), expected_batch_size=len(x), noise_multiplier=1., **noise)
+    private = PrivateStep(model, sgd(model), clip_rule=Flat(), expected_batch_size=len(x),
+                          noise_multiplier=1., **noise)
     step = lambda: private(nn.CrossEntropyLoss(), x, y)
     step.private = private
     return step
@@ -90,9 +92,11 @@ def variants(build, opacus_build, size):
     other.load_state_dict(model.state_dict())
     new = lambda: copy.deepcopy(model)
     return {
-        "ordinary": ordinary(new(), x, y), "book": book(new(), x, y, generator=torch.Generator().manual_seed(0)),
+        "ordinary": ordinary(new(), x, y), "book": book(new(), x, y,
+            generator=torch.Generator().manual_seed(0)),
         "book, secure": book(new(), x, y, secure_noise=True),
-        "ordinary, channels-last": ordinary(last(new()), last(x), y), "book, channels-last": book(last(new()), last(x), y, secure_noise=True),
+        "ordinary, channels-last": ordinary(last(new()), last(x), y),
+        "book, channels-last": book(last(new()), last(x), y, secure_noise=True),
         "ghost": ghost(copy.deepcopy(other), x, y), "hooks": hooks(copy.deepcopy(other), x, y),
     }
 
@@ -105,18 +109,21 @@ def medians(steps, repeats, warm_up):
             start = time.perf_counter()
             step()
             if turn >= warm_up: times[name].append(time.perf_counter()-start)
-    return {name: statistics.median(values) for name, values in times.items()}, {name: min(values) for name, values in times.items()}
+    return {name: statistics.median(values) for name, values in times.items()}, {name: min(values)
+        for name, values in times.items()}
 
 
 def row(name, repeats, only):
     "Ratios to the ordinary step of one network and batch."
     build, size, goal, opacus_build = ROWS[name]
-    steps = {k: v for k, v in variants(build, opacus_build, size).items() if not only or k in only or k == "ordinary"}
+    steps = {k: v for k, v in variants(build, opacus_build, size).items() if not only or k in only
+             or k == "ordinary"}
     seconds, fastest = medians(steps, repeats, warm_up=5)
     ratios = {k: round(v/seconds["ordinary"], 4) for k, v in seconds.items()}
     lowest = {k: round(v/fastest["ordinary"], 4) for k, v in fastest.items()}
     kernels = {k: s.private.kernels for k, s in steps.items() if hasattr(s, "private")}
-    return dict(row=name, goal=goal, ordinary_ms=round(1e3*seconds["ordinary"], 2), ratios=ratios, lowest=lowest, kernels=kernels)
+    return dict(row=name, goal=goal, ordinary_ms=round(1e3*seconds["ordinary"], 2), ratios=ratios,
+                lowest=lowest, kernels=kernels)
 
 
 def peak_memory(variant, build, size):
@@ -135,22 +142,29 @@ def peak_memory(variant, build, size):
 
 def processor():
     "What the machine calls itself."
-    try: found = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    try:
+        found = [line.split(":", 1)[1].strip()
+                 for line in Path("/proc/cpuinfo").read_text().splitlines()
+                 if line.startswith("model name")]
     except OSError: found = []
     return found[0] if found else platform.processor() or platform.machine()
 
 
 def rates():
     "Billions of operations a second in one large product of matrices and in one convolution with as many: on some processors the library knows faster instructions for the one than for the other."
-    x, w, a, b = torch.randn(32, 64, 32, 32), torch.randn(64, 64, 3, 3), torch.randn(64, 32*1024), torch.randn(32*1024, 576)
-    with torch.no_grad(): _, fastest = medians({"product": lambda: a @ b, "convolution": lambda: nn.functional.conv2d(x, w, padding=1)}, repeats=20, warm_up=3)
+    x, w, a, b = torch.randn(32, 64, 32, 32), torch.randn(64, 64, 3, 3), torch.randn(64,
+        32*1024), torch.randn(32*1024, 576)
+    with torch.no_grad():
+        _, fastest = medians({"product": lambda: a @ b, "convolution": lambda: nn.functional.conv2d(
+            x, w, padding=1)}, repeats=20, warm_up=3)
     return {name: round(2e-9*a.numel()*b.shape[1]/seconds) for name, seconds in fastest.items()}
 
 
 def memory(name):
     "Peak memory of the ordinary and of the private step, each in a process of its own."
     command = [sys.executable, __file__, "--peak"]
-    return [json.loads(subprocess.run([*command, f"{name}:{v}"], check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    return [json.loads(subprocess.run([*command, f"{name}:{v}"], check=True, capture_output=True,
+                                      text=True).stdout.splitlines()[-1])
             for v in ("ordinary", "book")]
 
 
@@ -159,12 +173,14 @@ def main():
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--only", default="", help="variants, separated by ;")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=1, help="measure every row so often, and keep the round with the fastest ordinary step: the one least disturbed")
+    parser.add_argument("--rounds", type=int, default=1, help="measure every row so often, and "
+                        "keep the round with the fastest ordinary step: the one least disturbed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--default-memory", action="store_true")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--kernels", action="store_true", help="print the chosen kernels")
-    parser.add_argument("--json", type=Path, help="write the rows with the machine's description to this file, for the page of step times")
+    parser.add_argument("--json", type=Path, help="write the rows with the machine's description "
+                        "to this file, for the page of step times")
     parser.add_argument("--peak", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peak:
@@ -178,16 +194,23 @@ def main():
     torch.set_num_threads(args.threads)
     if not args.default_memory: keep_freed_memory()
     print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-          f"{'default memory settings' if args.default_memory else 'freed memory kept'}, medians of {args.steps}")
+          f"{'default memory settings' if args.default_memory else 'freed memory kept'}, medians "
+          f"of {args.steps}")
     rows = []
     for name in names:
-        found = min((row(name, args.steps, [w for w in args.only.split(";") if w]) for _ in range(args.rounds)), key=lambda r: r["ordinary_ms"])
+        found = min((row(name, args.steps, [w for w in args.only.split(";") if w])
+                     for _ in range(args.rounds)), key=lambda r: r["ordinary_ms"])
         rows.append(found)
-        print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, {found['ratios']}; of the least times {found['lowest']}", flush=True)
+        print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, "
+              f"{found['ratios']}; of the least times {found['lowest']}", flush=True)
         if args.kernels: print(found["kernels"], flush=True)
     if args.json:
-        content = dict(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(), rates=rates(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__, opacus=version("opacus"), threads=args.threads,
-                       freed_memory_kept=not args.default_memory, medians_of=args.steps, rounds=args.rounds, rows=rows, memory={name: memory(name) for name in ("mnist-64", "mnist-256")})
+        content = dict(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(),
+                       rates=rates(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__,
+                       opacus=version("opacus"), threads=args.threads,
+                       freed_memory_kept=not args.default_memory, medians_of=args.steps,
+                       rounds=args.rounds, rows=rows, memory={name: memory(name)
+                           for name in ("mnist-64", "mnist-256")})
         write_whole(args.json, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 

@@ -18,9 +18,12 @@ from dp_companion.files import write_whole
 
 GOAL = 1.05
 ROWS = {  # name: network around a layer, its width, shape of a batch, steps
-    "CNN, MNIST, batch 64": (lambda layer: sanitization_cnn(50, sanitization=layer), 50, (64, 1, 28, 28), 30),
-    "CNN, CIFAR-10, batch 64": (lambda layer: sanitization_cnn(50, sanitization=layer, image_size=32, channels=3), 50, (64, 3, 32, 32), 30),
-    "ResNet-18, CIFAR-10, batch 250": (lambda layer: sanitization_resnet18(sanitization=layer), 512, (250, 3, 32, 32), 5),
+    "CNN, MNIST, batch 64": (lambda layer: sanitization_cnn(50, sanitization=layer), 50,
+                             (64, 1, 28, 28), 30),
+    "CNN, CIFAR-10, batch 64": (lambda layer: sanitization_cnn(50, sanitization=layer,
+        image_size=32, channels=3), 50, (64, 3, 32, 32), 30),
+    "ResNet-18, CIFAR-10, batch 250": (lambda layer: sanitization_resnet18(sanitization=layer), 512,
+                                       (250, 3, 32, 32), 5),
 }
 
 
@@ -43,9 +46,12 @@ def training_step(model, optimizer, images, labels):
 def measured(network, width, shape, steps):
     "Medians of the layer alone and of a step without it, in milliseconds."
     torch.manual_seed(0)
-    model, layer, features = network(nn.Identity()), SanitizationLayer(width, .5, 1., .2, rows="nonnegative"), torch.randn(shape[0], width, requires_grad=True)
-    optimizer, images, labels, above = torch.optim.Adam(model.parameters(), lr=1e-3), torch.randn(shape), torch.randint(10, shape[:1]), torch.randn(shape[0], width)
-    return 1e3*seconds(lambda: layer(features).backward(above), 300), 1e3*seconds(lambda: training_step(model, optimizer, images, labels), steps)
+    model, layer, features = network(nn.Identity()), SanitizationLayer(width, .5, 1., .2,
+        rows="nonnegative"), torch.randn(shape[0], width, requires_grad=True)
+    optimizer, images, labels, above = torch.optim.Adam(model.parameters(), lr=1e-3), torch.randn(
+        shape), torch.randint(10, shape[:1]), torch.randn(shape[0], width)
+    return 1e3*seconds(lambda: layer(features).backward(above), 300), 1e3*seconds(
+        lambda: training_step(model, optimizer, images, labels), steps)
 
 
 def main():
@@ -57,9 +63,14 @@ def main():
     rows = []
     for name, row in ROWS.items():
         layer, plain = measured(*row)
-        rows.append({"row": name, "ratio": round(1 + layer/plain, 4), "layer_ms": round(layer, 3), "plain_ms": round(plain, 1), "goal": GOAL, "steps": row[3]})
-        print(f"{name}: {1 + layer/plain:.4f} of a step without the layer ({layer:.3f} ms more than {plain:.1f} ms; goal {GOAL})", flush=True)
-    if arguments.json: write_whole(arguments.json, (json.dumps({"machine": platform.machine(), "torch": torch.__version__, "threads": 1, "rows": rows}, indent=1) + "\n").encode())
+        rows.append({"row": name, "ratio": round(1 + layer/plain, 4), "layer_ms": round(layer, 3),
+                     "plain_ms": round(plain, 1), "goal": GOAL, "steps": row[3]})
+        print(f"{name}: {1 + layer/plain:.4f} of a step without the layer ({layer:.3f} ms more "
+              f"than {plain:.1f} ms; goal {GOAL})", flush=True)
+    if arguments.json:
+        write_whole(arguments.json,
+                    (json.dumps({"machine": platform.machine(), "torch": torch.__version__,
+                                 "threads": 1, "rows": rows}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__": main()

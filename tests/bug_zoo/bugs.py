@@ -42,12 +42,17 @@ class Patch:
     def planted(self):
         original = self.found
         function, changed = getattr(original, "fget", original), {}
-        source = re.sub(r"^@patch.*\n", "", textwrap.dedent(inspect.getsource(function))) # what put it into its class once
+        # what put it into its class once
+        source = re.sub(r"^@patch.*\n", "", textwrap.dedent(inspect.getsource(function)))
         for old, new in ((self.old, self.new), *self.also):
-            if source.count(old) != 1: raise LookupError(f"old must be once in {self.attribute}, got it {source.count(old)} times: {old!r}")
+            if source.count(old) != 1:
+                raise LookupError(f"old must be once in {self.attribute}, got it "
+                                  f"{source.count(old)} times: {old!r}")
             source = source.replace(old, new)
         exec(source, vars(sys.modules[function.__module__]), changed)
-        holders = [self.owner] if inspect.isclass(self.owner) else [m for name, m in sys.modules.items() if name.startswith("dp_companion") and vars(m).get(self.attribute) is original]
+        holders = [self.owner] if inspect.isclass(self.owner) else [m for name,
+            m in sys.modules.items() if name.startswith("dp_companion")
+            and vars(m).get(self.attribute) is original]
         made = changed[self.attribute]
         if isinstance(original, property) and not isinstance(made, property): made = property(made)
         for holder in holders: setattr(holder, self.attribute, made)
@@ -76,37 +81,50 @@ class Bug:
 def small_run(seed, rule, **constants):
     "A run of 40 steps on blank images, with noise that hides them, and its data."
     labels = torch.arange(40) % 10
-    data = Dataset(name="digits", train_images=torch.zeros(40, 1, 8, 8), train_labels=labels, test_images=torch.zeros(2, 1, 8, 8), test_labels=labels[:2], classes=10, source="blank")
-    return run_spec(paper="global_adapt_v2", method="none", dataset="digits", model="mnist_cnn", clip_rule=rule, noise_multiplier=100., decay="step", decay_rate=.25, drop_every=1,
-                   accounting="as_printed", target_epsilon=1., epochs=4, expected_batch_size=4, seed=seed, **constants), data
+    data = Dataset(name="digits", train_images=torch.zeros(40, 1, 8, 8), train_labels=labels,
+                   test_images=torch.zeros(2, 1, 8, 8), test_labels=labels[:2], classes=10,
+                   source="blank")
+    return run_spec(paper="global_adapt_v2", method="none", dataset="digits", model="mnist_cnn",
+                    clip_rule=rule, noise_multiplier=100., decay="step", decay_rate=.25,
+                    drop_every=1,
+                   accounting="as_printed", target_epsilon=1., epochs=4, expected_batch_size=4,
+                   seed=seed, **constants), data
 
 
 def checks_of_models(seed):
     "The small ShuffleNet as training builds it, and a layer with running statistics."
-    images, labels = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(seed)), torch.tensor([0, 1, 0, 1])
-    model, running = build_model("small_shufflenet", seed=seed, image_size=8), nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
-    return unmixed_records(model, images), still_buffers(model, nn.CrossEntropyLoss(), images, labels), still_buffers(running, nn.CrossEntropyLoss(), images, labels)
+    images, labels = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(
+        seed)), torch.tensor([0, 1, 0, 1])
+    model, running = build_model("small_shufflenet", seed=seed, image_size=8), nn.Sequential(
+        nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
+    return unmixed_records(model, images), still_buffers(model, nn.CrossEntropyLoss(), images,
+        labels), still_buffers(running, nn.CrossEntropyLoss(), images, labels)
 
 
 def attacks(seed):
     "A step at its own events, and one with noisy counts at the events of a loop's ledger."
     counting = GlobalAdapt(count_noise=.5)
-    loop = Loop(counting, plan=PoissonPlan(dataset_size=3, expected_batch_size=3, epochs=1), noise_schedule=Constant(initial=4.), seed=seed)
+    loop = Loop(counting, plan=PoissonPlan(dataset_size=3, expected_batch_size=3, epochs=1),
+                noise_schedule=Constant(initial=4.), seed=seed)
     loop.run()
-    return attacked_step(FLAT, noise_multiplier=.5, seed=seed), attacked_step(counting, noise_multiplier=4., events=loop.privacy.accountant.events, draws=100, seed=seed)
+    return attacked_step(FLAT, noise_multiplier=.5, seed=seed), attacked_step(counting,
+        noise_multiplier=4., events=loop.privacy.accountant.events, draws=100, seed=seed)
 
 
-FLAT, COUNTING, GROUPS = Flat(max_grad_norm=2.), GlobalAdapt(max_grad_norm=2., count_noise=.5), GroupAdaptive(num_groups=4, max_grad_norm=2., count_noise=.1)
+FLAT, COUNTING, GROUPS = Flat(max_grad_norm=2.), GlobalAdapt(max_grad_norm=2.,
+    count_noise=.5), GroupAdaptive(num_groups=4, max_grad_norm=2., count_noise=.1)
 
 PLACES = {  # name -> checks at a seed
-    "rule": lambda seed: check_rule(FLAT) + check_rule(COUNTING, seed=seed) + check_rule(GROUPS, seed=seed),
+    "rule": lambda seed: check_rule(FLAT) + check_rule(COUNTING, seed=seed) + check_rule(GROUPS,
+        seed=seed),
     "step": lambda seed: check_step(FLAT, seed=seed),
     "step, counts": lambda seed: check_step(COUNTING, seed=seed),
     "step, groups": lambda seed: check_step(GROUPS, seed=seed),
     "loop": lambda seed: check_loop(FLAT, seed=seed),
     "loop, counts": lambda seed: check_loop(COUNTING, seed=seed),
     "run": lambda seed: check_run(*small_run(seed, "flat")),
-    "run, counts": lambda seed: check_run(*small_run(seed, "global_adapt", strict_max_grad_norm=10.)),
+    "run, counts": lambda seed: check_run(*small_run(seed, "global_adapt",
+        strict_max_grad_norm=10.)),
     "model": checks_of_models,
     "relation": lambda seed: (relation_distance(FLAT, seed=seed),),
     "attack": attacks,
@@ -116,12 +134,14 @@ PLACES = {  # name -> checks at a seed
 def checks_at(place, seed):
     "The checks of one place; a step that raises is one that fails."
     try: return PLACES[place](seed)
-    except (ValueError, RuntimeError) as error: return by_size(f"the engine runs, got {type(error).__name__}: {error}", 1, 0),
+    except (ValueError, RuntimeError) as error:
+        return by_size(f"the engine runs, got {type(error).__name__}: {error}", 1, 0),
 
 
 def failures(places=PLACES, seed=0):
     "(place, check) of all checks that fail."
-    return [(place, check) for place in places for check in checks_at(place, seed) if not check.holds]
+    return [(place, check) for place in places for check in checks_at(place, seed)
+            if not check.holds]
 
 
 # The zoo
@@ -132,77 +152,139 @@ RAW, COUNTS, STATED = "the rule does not depend on raw norms", "counts have the 
 STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, poisson_batches.PoissonBatches
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "training.multipliers[max(t - training.plan.steps//training.plan.epochs, 0)].item()"
-LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}", (("report.noise_multiplier != noise_multiplier", "False"),)) # Where the trainer does not look itself
-NO_LOOK = (Patch(spot_checks, "_check_norm", "found<.99*true", "False"), Patch(spot_checks, "_check_direction", "away>.01*size", "False")) # The engines see wrong norms themselves
+# Where the trainer does not look itself
+LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}",
+                 (("report.noise_multiplier != noise_multiplier", "False"),))
+# The engines see wrong norms themselves
+NO_LOOK = (Patch(spot_checks, "_check_norm", "found<.99*true", "False"),
+           Patch(spot_checks, "_check_direction", "away>.01*size", "False"))
 NO_MEETING = Patch(spot_checks, "_gradient_of", "x.nan_to_num(0, 0, 0).any()", "False")
-NO_COPIES = Patch(spot_checks, "_is_alone", "not _near(first, loss(*_copies", "False and not _near(first, loss(*_copies")
-NO_REFUSAL = Patch(model_checks, "check_model", "in REFUSALS", "in (row for row in REFUSALS if row.name != 'batch normalisation')")
-NO_BUFFERS = Patch(model_checks.Refusal, "check", "if place is not None", "if place is not None and not self.name.startswith('chance or buffers')")
+NO_COPIES = Patch(spot_checks, "_is_alone", "not _near(first, loss(*_copies",
+                  "False and not _near(first, loss(*_copies")
+NO_REFUSAL = Patch(model_checks, "check_model", "in REFUSALS",
+                   "in (row for row in REFUSALS if row.name != 'batch normalisation')")
+NO_BUFFERS = Patch(model_checks.Refusal, "check", "if place is not None",
+                   "if place is not None and not self.name.startswith('chance or buffers')")
 BATCH_NORM = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs)")
-BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, outputs)", "nn.BatchNorm2d(outputs, track_running_stats=False)")
+BATCH_NORM_WITHOUT_STATISTICS = Patch(models, "_normed", "nn.GroupNorm(4, outputs)",
+                                      "nn.BatchNorm2d(outputs, track_running_stats=False)")
 
 ZOO = [
     Bug("noise at two thirds", "Noise has 2/3 of its scale.", "step", SCALE,
         (Patch(GaussianNoise, "fill_", "self.key(), std, ", "self.key(), 2/3*std, "),)),
     Bug("noise without the bound", "Noise is not scaled by the clipping bound.", "step", SCALE,
-        (Patch(STEP, "add_noise", "self.step_multiplier*self.sensitivity/", "self.step_multiplier/"),)),
-    Bug("noise reused", "Every step draws its noise from the same key.", "step", "noises are uncorrelated",
-        (Patch(GaussianNoise, "key", "generator=self.generator", "generator=torch.Generator().manual_seed(0)"),)),
+        (Patch(STEP, "add_noise", "self.step_multiplier*self.sensitivity/",
+               "self.step_multiplier/"),)),
+    Bug("noise reused", "Every step draws its noise from the same key.", "step",
+        "noises are uncorrelated",
+        (Patch(GaussianNoise, "key", "generator=self.generator",
+               "generator=torch.Generator().manual_seed(0)"),)),
     Bug("layer not clipped", "One layer is added up unscaled.", "step", RECORD,
-        (Patch(STEP, "accumulate", "losses = self.recorder", "self.recorder.flat.share = 1/self.expected_batch_size; losses = self.recorder"),
-         Patch(BookKeeping, "samples", "_add_parts(early, *map(torch.cat, zip(*found)))", "_add_parts(early[:-1], *map(torch.cat, zip(*found))); _add_parts(early[-1:], torch.full((batch,), getattr(self.flat, 'share', 0.)))"), *NO_LOOK)),
+        (Patch(STEP, "accumulate", "losses = self.recorder",
+               "self.recorder.flat.share = 1/self.expected_batch_size; losses = self.recorder"),
+         Patch(BookKeeping, "samples", "_add_parts(early, *map(torch.cat, zip(*found)))",
+               "_add_parts(early[:-1], *map(torch.cat, zip(*found))); _add_parts(early[-1:], "
+               "torch.full((batch,), getattr(self.flat, 'share', 0.)))"), *NO_LOOK)),
     Bug("layer not measured", "One layer is left out of the norms.", "step", RECORD,
         (Patch(BookKeeping, "samples", "part in early)])", "part in early[1:])])"), *NO_LOOK)),
-    Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's.", "step", RECORD,
-        (Patch(RecordedSamples, "__init__", "recorded if divisor==1 else divisor*recorded", "(recorded.norm()/len(recorded)).expand_as(recorded)"), *NO_LOOK)),
-    Bug("clipping by the mean norm", "All samples get the factor of their mean norm.", "step", RECORD,
-        (Patch(RecordedSamples, "__init__", "recorded if divisor==1 else divisor*recorded", "recorded.mean().expand_as(recorded)"), *NO_LOOK)),
-    Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop", "an interrupted pass leaves nothing",
-        (Patch(BATCHES, "restart", "listener()", "pass"), Patch(OPTIMIZER, "check_rows_left", "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows", "if self.rows_left", "if False"))),
-    Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step", "an interrupted step leaves nothing",
-        (Patch(STEP, "begin", "self.step_multiplier, self.is_begun = float(sigma), True", "was, self.step_multiplier, self.is_begun = self.is_begun and self.has_noise, float(sigma), True", (("self.is_counted = False, False", "self.is_counted = was, False"),)),)),
+    Bug("clipping per batch", "The batch's mean gradient is clipped, not each sample's.", "step",
+        RECORD,
+        (Patch(RecordedSamples, "__init__", "recorded if divisor==1 else divisor*recorded",
+               "(recorded.norm()/len(recorded)).expand_as(recorded)"), *NO_LOOK)),
+    Bug("clipping by the mean norm", "All samples get the factor of their mean norm.", "step",
+        RECORD,
+        (Patch(RecordedSamples, "__init__", "recorded if divisor==1 else divisor*recorded",
+               "recorded.mean().expand_as(recorded)"), *NO_LOOK)),
+    Bug("interrupted pass", "A new pass keeps what a broken-off one has summed.", "loop",
+        "an interrupted pass leaves nothing",
+        (Patch(BATCHES, "restart", "listener()", "pass"), Patch(OPTIMIZER, "check_rows_left",
+            "if self.rows_left<0", "if False"), Patch(OPTIMIZER, "check_all_rows",
+                "if self.rows_left", "if False"))),
+    Bug("interrupted step", "A new step keeps the sums of a broken-off one.", "step",
+        "an interrupted step leaves nothing",
+        (Patch(STEP, "begin", "self.step_multiplier, self.is_begun = float(sigma), True",
+               "was, self.step_multiplier, self.is_begun = self.is_begun and self.has_noise, "
+               "float(sigma), True",
+               (("self.is_counted = False, False", "self.is_counted = was, False"),)),)),
     Bug("shuffled batches", "The loader shuffles; Poisson batches are accounted.", "loop", POISSON,
-        (Patch(BATCHES, "__iter__", "self.begin_pass()", "self.begin_pass(); order = np.random.default_rng(list(self.source.key())).permutation(self.plan.dataset_size)",
-               (("batch, mark = self.draw(self)", "batch, mark = order[_*self.plan.expected_batch_size:][:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),
+        (Patch(BATCHES, "__iter__", "self.begin_pass()", "self.begin_pass(); order = "
+               "np.random.default_rng(list(self.source.key())).permutation(self.plan.dataset_size)",
+               (("batch, mark = self.draw(self)", "batch, mark = "
+                 "order[_*self.plan.expected_batch_size:][:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),
     Bug("fixed-size batches", "The loader draws exactly b records.", "loop", POISSON,
-        (Patch(poisson_batches, "poisson_batch", "np.flatnonzero(bits < np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))", "np.argsort(bits)[:plan.expected_batch_size]"),)),
-    Bug("shuffled batches, trainer", "The trainer shuffles; Poisson batches are accounted.", "run", POISSON,
+        (Patch(poisson_batches, "poisson_batch", "np.flatnonzero(bits < "
+               "np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))",
+               "np.argsort(bits)[:plan.expected_batch_size]"),)),
+    Bug("shuffled batches, trainer", "The trainer shuffles; Poisson batches are accounted.", "run",
+        POISSON,
         (Patch(run, "epoch_steps", "zip(training.batches,",
                "zip((order[t*training.plan.expected_batch_size:][:training.plan.expected_batch_size].tolist() for order in [torch.randperm(training.plan.dataset_size)] for t, batch in enumerate(training.batches)),"),)),
-    Bug("realised batch size", "The sum is divided by the number of samples that came.", "step", SUM,
+    Bug("realised batch size", "The sum is divided by the number of samples that came.", "step",
+        SUM,
         (Patch(STEP, "add_recorded", "scales/self.expected_batch_size", "scales/len(scales)"),)),
-    Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step", "an empty batch moves by noise",
-        (Patch(STEP, "finish", "self._step_optimizer()", "self._step_optimizer() if self.seen else None"),)),
-    Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop", POISSON,
-        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []", also=(("current.drawn.append((len(batch), mark))", "current.drawn.extend([(len(batch), mark)] if batch else [])"),)),)),
-    Bug("batch norm", "The model has batch norm, without running statistics, and nobody refuses it.", "model", "records do not mix",
+    Bug("empty batch skipped", "A step without samples leaves the weights alone.", "step",
+        "an empty batch moves by noise",
+        (Patch(STEP, "finish", "self._step_optimizer()",
+               "self._step_optimizer() if self.seen else None"),)),
+    Bug("empty batch dropped", "The loader goes on to the next batch that has samples.", "loop",
+        POISSON,
+        (Patch(BATCHES, "__iter__", "yield batch", "yield from [batch] if batch else []",
+               also=(("current.drawn.append((len(batch), mark))",
+                      "current.drawn.extend([(len(batch), mark)] if batch else [])"),)),)),
+    Bug("batch norm",
+        "The model has batch norm, without running statistics, and nobody refuses it.", "model",
+        "records do not mix",
         (NO_REFUSAL, BATCH_NORM_WITHOUT_STATISTICS)),
     Bug("buffers", "Running statistics are kept.", "model", "no buffer changes",
         (Patch(spot_checks, "_is_kept", "now is not None and is_same(now, value)", "True"),)),
-    Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.", "loop, counts", QUERIES,
-        (Patch(Ledger, "add_step", "clip_rule.joint_events(_one_step(noise_multiplier, sample_rate))", "_one_step(noise_multiplier, sample_rate)"),)),
-    Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.", "run, counts", QUERIES,
-        (Patch(Method, "events", "self.rule(classes).joint_events(gaussian_events(self.noise(plan), plan))", "gaussian_events(self.noise(plan), plan)"),)),
+    Bug("count unaccounted", "The ledger has Global-Adapt's gradient and not its count.",
+        "loop, counts", QUERIES,
+        (Patch(Ledger, "add_step",
+               "clip_rule.joint_events(_one_step(noise_multiplier, sample_rate))",
+               "_one_step(noise_multiplier, sample_rate)"),)),
+    Bug("count unaccounted, trainer", "The trainer's budget has the gradient and not the count.",
+        "run, counts", QUERIES,
+        (Patch(Method, "events",
+               "self.rule(classes).joint_events(gaussian_events(self.noise(plan), plan))",
+               "gaussian_events(self.noise(plan), plan)"),)),
     Bug("count without noise", "The count goes into the threshold as it is.", "rule", COUNTS,
-        (Patch(clipping.CountingRule, "update", "noisy_counts(self.counts(norms, groups), self.count_noise, generator)", "self.counts(norms, groups)"),)),
-    Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.", "step, groups", SCALE,
+        (Patch(clipping.CountingRule, "update",
+               "noisy_counts(self.counts(norms, groups), self.count_noise, generator)",
+               "self.counts(norms, groups)"),)),
+    Bug("noise of the groups present", "DP-F's noise follows the largest bound in the batch.",
+        "step, groups", SCALE,
         (Patch(STEP, "add_recorded", "self.add_noise()", "self.present = labels; self.add_noise()"),
-         Patch(STEP, "add_noise", "self.clip_rule.sensitivity", "max(self.clip_rule.group_bounds[k] for k in self.present) if self.counts_first and hasattr(self, 'present') else self.clip_rule.sensitivity"))),
+         Patch(STEP, "add_noise", "self.clip_rule.sensitivity",
+               "max(self.clip_rule.group_bounds[k] for k in self.present) if self.counts_first and "
+               "hasattr(self, 'present') else self.clip_rule.sensitivity"))),
     Bug("late schedule", "The applied multiplier is that of the epoch before.", "loop", APPLIED,
         (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
-    Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and takes down the right one.", "run", APPLIED,
+    Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and "
+        "takes down the right one.", "run", APPLIED,
         (LATE_RUN,)),
-    Bug("late schedule, trainer, counts", "The same with a rule that counts, whose counts are a part of every event.", "run, counts", APPLIED,
+    Bug("late schedule, trainer, counts",
+        "The same with a rule that counts, whose counts are a part of every event.", "run, counts",
+        APPLIED,
         (LATE_RUN,)),
     Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
         (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
-    Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation", "certificates cover the distance of their relation",
-        (Patch(certified, "_composed", "NeighboringRelation[neighbouring_relation.upper()]", "NeighboringRelation.ADD_OR_REMOVE_ONE"),)),
-    Bug("threshold of raw norms", "Global-Adapt's threshold is the batch's largest norm.", "step, counts", RAW,
-        (Patch(clipping.CountingRule, "update", "self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)",
-               "replace(self, strict_max_grad_norm=float(norms.max().clamp(min=1e-3)) if len(norms) else self.strict_max_grad_norm) if isinstance(self, Global) else self"),)),
+    Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation",
+        "certificates cover the distance of their relation",
+        (Patch(certified, "_composed", "NeighboringRelation[neighbouring_relation.upper()]",
+               "NeighboringRelation.ADD_OR_REMOVE_ONE"),)),
+    Bug("threshold of raw norms", "Global-Adapt's threshold is the batch's largest norm.",
+        "step, counts", RAW,
+        (Patch(clipping.CountingRule, "update",
+               "self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)",
+               "replace(self, strict_max_grad_norm=float(norms.max().clamp(min=1e-3)) if "
+               "len(norms) else self.strict_max_grad_norm) if isinstance(self, Global) else self"),)),
     Bug("bound of raw norms", "The clipping bound is the batch's median norm.", "step", RAW,
-        (Patch(STEP, "add_recorded", "self.add_noise()", "self.clip_rule = __import__('dataclasses').replace(self.clip_rule, max_grad_norm=float(samples.norms.median().clamp(min=1e-3))); self.add_noise()"),)),
+        (Patch(STEP, "add_recorded", "self.add_noise()", "self.clip_rule = "
+               "__import__('dataclasses').replace(self.clip_rule, "
+               "max_grad_norm=float(samples.norms.median().clamp(min=1e-3))); self.add_noise()"),)),
 ]
 
-ATTACKED = {"noise at two thirds", "noise without the bound", "noise reused", "layer not clipped", "realised batch size", "count unaccounted", "count without noise", "threshold of raw norms"}  # what the small attack sees too
+# what the small attack sees too
+ATTACKED = {"noise at two thirds", "noise without the bound", "noise reused", "layer not clipped",
+            "realised batch size", "count unaccounted", "count without noise",
+            "threshold of raw norms"}

@@ -40,7 +40,8 @@ def test_bug_is_caught_at_other_seeds(bug):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [bug for bug in ZOO if bug.name in ATTACKED], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [bug for bug in ZOO if bug.name in ATTACKED],
+                         ids=lambda bug: bug.name)
 def test_attack_catches_what_changes_the_mechanism(bug):
     with bug.planted(): assert ATTACK in names(failures(["attack"]))
 
@@ -49,7 +50,8 @@ def test_attack_catches_what_changes_the_mechanism(bug):
 def correct(): return [check for place in PLACES for check in checks_at(place, 0)]
 
 
-def test_correct_engine_passes(correct): assert [check for check in correct if not check.holds] == []
+def test_correct_engine_passes(correct):
+    assert [check for check in correct if not check.holds] == []
 
 
 @pytest.mark.slow
@@ -71,46 +73,69 @@ def test_a_patch_that_fits_nowhere_is_an_error():
     assert GaussianNoise.fill_ is before
 
 
-@pytest.mark.parametrize("patches, message", [([BATCH_NORM], "mixes the samples of a batch"), ([BATCH_NORM_WITHOUT_STATISTICS], "mixes the samples of a batch"),
-                                              ([BATCH_NORM, NO_REFUSAL], "the buffer .* inside .* gives another result when the block runs again"), ([BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL], "samples must not meet"),
-                                              ([BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL, NO_MEETING], "samples must not meet"), ([BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL, NO_COPIES], "samples must not meet"),
-                                              ([BATCH_NORM, NO_REFUSAL, NO_BUFFERS, NO_MEETING, NO_COPIES], "must treat every sample alike")],
-                         ids=["as it is", "without statistics", "by its buffers", "where samples meet", "by copies", "by gradients", "by the second run alone"])
+@pytest.mark.parametrize("patches, message", [([BATCH_NORM], "mixes the samples of a batch"),
+    ([BATCH_NORM_WITHOUT_STATISTICS], "mixes the samples of a batch"),
+                                              ([BATCH_NORM, NO_REFUSAL], "the buffer .* inside .* "
+                                                  "gives another result when the block runs again"),
+                                                  ([BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL],
+                                                      "samples must not meet"),
+                                              ([BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL,
+                                                  NO_MEETING], "samples must not meet"),
+                                                  ([BATCH_NORM_WITHOUT_STATISTICS, NO_REFUSAL,
+                                                      NO_COPIES], "samples must not meet"),
+                                              ([BATCH_NORM, NO_REFUSAL, NO_BUFFERS, NO_MEETING,
+                                                  NO_COPIES], "must treat every sample alike")],
+                         ids=["as it is", "without statistics", "by its buffers",
+                              "where samples meet", "by copies", "by gradients",
+                              "by the second run alone"])
 def test_batch_norm_is_refused_around_the_patch(patches, message):
     with ExitStack() as stack:
         for patch in patches: stack.enter_context(patch.planted())
         model = build_model("small_shufflenet", seed=0, image_size=8)
         with pytest.raises(ValueError, match=message):
-            step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=4)
-            step(nn.CrossEntropyLoss(), torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]), noise_multiplier=1.)
+            step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(),
+                               expected_batch_size=4)
+            step(nn.CrossEntropyLoss(), torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]),
+                 noise_multiplier=1.)
 
 
 def test_a_loop_leaves_the_buffers_of_batch_norm_as_they_were():
     "Even where nothing but the look at gradients is in the way."
     with ExitStack() as stack:
-        for patch in (BATCH_NORM, NO_REFUSAL, NO_BUFFERS, NO_MEETING, NO_COPIES): stack.enter_context(patch.planted())
+        for patch in (BATCH_NORM, NO_REFUSAL, NO_BUFFERS, NO_MEETING, NO_COPIES):
+            stack.enter_context(patch.planted())
         model = build_model("small_shufflenet", seed=0, image_size=8)
         before = {name: x.clone() for name, x in model.named_buffers()}
-        data = DataLoader(TensorDataset(torch.randn(8, 1, 8, 8), torch.zeros(8).long()), batch_size=4)
-        module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=data, noise_multiplier=1., max_grad_norm=1.)
-        with pytest.raises(ValueError, match="must treat every sample alike"): module(torch.randn(4, 1, 8, 8))
+        data = DataLoader(TensorDataset(torch.randn(8, 1, 8, 8), torch.zeros(8).long()),
+                          batch_size=4)
+        module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=data,
+            noise_multiplier=1., max_grad_norm=1.)
+        with pytest.raises(ValueError, match="must treat every sample alike"):
+            module(torch.randn(4, 1, 8, 8))
         assert before and all(torch.equal(x, before[name]) for name, x in model.named_buffers())
 
 
 def test_a_step_that_fails_leaves_no_buffer_changed():
     def fails(outputs, targets): raise ArithmeticError
-    model = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2))
-    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(), expected_batch_size=4)
-    with pytest.raises(ArithmeticError): step(fails, torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]), noise_multiplier=1.)
+    model = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(),
+                          nn.Linear(64, 2))
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=.1), clip_rule=Flat(),
+                       expected_batch_size=4)
+    with pytest.raises(ArithmeticError):
+        step(fails, torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]), noise_multiplier=1.)
     assert not model[0].running_mean.any()
 
 
 def test_a_forward_pass_that_fails_leaves_no_buffer_changed():
     class Fails(nn.Module):
         def forward(self, x): raise ArithmeticError
-    model = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(64, 2), Fails())
+    model = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(),
+                          nn.Linear(64, 2), Fails())
     data = torch.utils.data.TensorDataset(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 0, 1]))
-    module, _, _ = PrivacyEngine().make_private(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=.1), data_loader=torch.utils.data.DataLoader(data, batch_size=2),
+    module, _, _ = PrivacyEngine().make_private(module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=2),
                                                 noise_multiplier=1., max_grad_norm=1.)
     with pytest.raises(ArithmeticError): module(data.tensors[0])
     assert not model[0].running_mean.any()
@@ -118,6 +143,8 @@ def test_a_forward_pass_that_fails_leaves_no_buffer_changed():
 
 def test_page_shows_the_zoo(root):
     cells = json.loads((root/"nbs"/"audits"/"bug_zoo.ipynb").read_text(encoding="utf-8"))["cells"]
-    tables = ["".join(output["data"]["text/markdown"]) for cell in cells for output in cell.get("outputs", []) if "text/markdown" in output.get("data", {})]
+    tables = ["".join(output["data"]["text/markdown"]) for cell in cells
+              for output in cell.get("outputs", []) if "text/markdown" in output.get("data", {})]
     table = "\n".join(tables)
-    assert [(bug.name, bug.sentence) for bug in ZOO if f"| {bug.name} | {bug.sentence} |" not in table] == [], "run `make pages`"
+    assert [(bug.name, bug.sentence) for bug in ZOO
+            if f"| {bug.name} | {bug.sentence} |" not in table] == [], "run `make pages`"

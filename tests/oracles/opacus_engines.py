@@ -40,15 +40,18 @@ def default_format(model):
     "The model, with convolutions given the default memory format: Opacus 1.6 reads any other in the wrong order."
     def contiguous(layer, args): return tuple(x.contiguous() for x in args)
     for layer in model.modules():
-        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)): layer.register_forward_pre_hook(contiguous)
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            layer.register_forward_pre_hook(contiguous)
     return model
 
 
 def opacus_hooks(model, loss_fn, x, y, scale):
     "Opacus's `GradSampleModule`, which holds every per-sample gradient."
-    parameters, hooked = trainable(model), GradSampleModule(default_format(model), loss_reduction="sum", strict=False)
+    parameters, hooked = trainable(model), GradSampleModule(default_format(model),
+        loss_reduction="sum", strict=False)
     per_sample(loss_fn)(hooked(x), y).sum().backward()
-    samples = [torch.zeros(len(y), *p.shape, dtype=p.dtype) if p.grad_sample is None else p.grad_sample for p in parameters]
+    samples = [torch.zeros(len(y), *p.shape, dtype=p.dtype) if p.grad_sample is None
+               else p.grad_sample for p in parameters]
     rows = torch.cat([g.reshape(len(y), -1) for g in samples], 1)
     norms = rows.norm(dim=1)
     return torch.einsum("i,ij->j", scale(norms), rows), norms
@@ -57,7 +60,8 @@ def opacus_hooks(model, loss_fn, x, y, scale):
 def opacus_ghost(model, loss_fn, x, y, scale):
     "Opacus's ghost clipping: norms in a first backward pass, the weighted sum in a second."
     parameters = trainable(model)
-    ghost = GradSampleModuleFastGradientClipping(default_format(model), loss_reduction="sum", strict=False)
+    ghost = GradSampleModuleFastGradientClipping(default_format(model), loss_reduction="sum",
+        strict=False)
     for p in parameters: p._norm_sample = torch.zeros(len(y), dtype=p.dtype)
     losses = per_sample(loss_fn)(ghost(x), y)
     losses.sum().backward(retain_graph=True)

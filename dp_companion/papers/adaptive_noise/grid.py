@@ -10,11 +10,17 @@ from ...training.grid import Profile, named_profile
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #691cbbe0
 ADAPTIVE_PROFILES = {
-    "digits": {"MNIST": Profile(dataset="digits", model="unbalanced_mnist_cnn", dataset_size=1437, epochs=8, expected_batch_size=128, learning_rate=1., seeds=3)},
-    "laptop": {"MNIST": Profile(dataset="mnist", model="mnist_cnn", dataset_size=60000, epochs=5, expected_batch_size=256, learning_rate=.5, seeds=3),
-               "CIFAR-10": Profile(dataset="cifar10", model="unbalanced_mnist_cnn", dataset_size=50000, epochs=3, expected_batch_size=512, learning_rate=2., seeds=3)},
-    "paper": {"MNIST": Profile(dataset="mnist", model="mnist_cnn", dataset_size=60000, epochs=40, expected_batch_size=256, learning_rate=.5, seeds=5),
-              "CIFAR-10": Profile(dataset="cifar10", model="cifar_cnn", dataset_size=50000, epochs=100, expected_batch_size=512, learning_rate=.5, seeds=5)},
+    "digits": {"MNIST": Profile(dataset="digits", model="unbalanced_mnist_cnn", dataset_size=1437,
+                                epochs=8, expected_batch_size=128, learning_rate=1., seeds=3)},
+    "laptop": {"MNIST": Profile(dataset="mnist", model="mnist_cnn", dataset_size=60000, epochs=5,
+                                expected_batch_size=256, learning_rate=.5, seeds=3),
+               "CIFAR-10": Profile(dataset="cifar10", model="unbalanced_mnist_cnn",
+                                   dataset_size=50000, epochs=3, expected_batch_size=512,
+                                   learning_rate=2., seeds=3)},
+    "paper": {"MNIST": Profile(dataset="mnist", model="mnist_cnn", dataset_size=60000, epochs=40,
+                               expected_batch_size=256, learning_rate=.5, seeds=5),
+              "CIFAR-10": Profile(dataset="cifar10", model="cifar_cnn", dataset_size=50000,
+                                  epochs=100, expected_batch_size=512, learning_rate=.5, seeds=5)},
 } # minutes; hours on two cores; a day on a GPU
 
 
@@ -26,11 +32,13 @@ def adaptive_profile(
     return named_profile(ADAPTIVE_PROFILES, name, stands_for)
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #97bb71ff
-UNCLIPPED = .1 # Learning rate without privacy, over that of clipped gradients, at which it would not converge
+# Learning rate without privacy, over that of clipped gradients, at which it would not converge
+UNCLIPPED = .1
 ADAPTIVE_METHODS = {
     "Non-DP": dict(clip_rule="none"),
     "DP-SGD": dict(clip_rule="flat"),
-    "Adaptive DP-SGD, by gradient": dict(clip_rule="flat", adapt_to="gradient_norm", noise_floor=.5),
+    "Adaptive DP-SGD, by gradient": dict(clip_rule="flat", adapt_to="gradient_norm",
+        noise_floor=.5),
     "Adaptive DP-SGD, by loss": dict(clip_rule="flat", adapt_to="loss", noise_floor=.5),
     "Algorithm 4.1 as printed": dict(clip_rule="batch"),
 }
@@ -42,9 +50,13 @@ def adaptive_values(
     **changes, # Values of a RunSpec that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
     "What a method of paper adaptive_noise says of a run; the noise of a released loss comes with the multiplier."
-    if method not in ADAPTIVE_METHODS: raise ValueError(f"method must be one of {'; '.join(ADAPTIVE_METHODS)}, got method={method!r}")
+    if method not in ADAPTIVE_METHODS:
+        raise ValueError(f"method must be one of {'; '.join(ADAPTIVE_METHODS)}, got "
+                         f"method={method!r}")
     rate = profile.learning_rate*(UNCLIPPED if method == "Non-DP" else 1)
-    return {"paper": "adaptive_noise", "method": method, **profile.run_values, "learning_rate": rate, "optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant", **ADAPTIVE_METHODS[method], **changes}
+    return {"paper": "adaptive_noise", "method": method, **profile.run_values,
+            "learning_rate": rate, "optimizer": "sgd", "weight_decay": 0.,
+            "lr_scheduler": "constant", **ADAPTIVE_METHODS[method], **changes}
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #7125db4a
 def epochs_to(

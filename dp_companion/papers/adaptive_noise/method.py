@@ -19,8 +19,10 @@ from ...budgets.schedules import Constant, LinearDecay, PoissonPlan, Schedule
 from ...training.spec import Method, RunSpec, require, require_given
 
 # %% ../../../nbs/papers/adaptive_noise/method.ipynb #b307ac56
-SIGNALS = ("gradient_norm", "loss") # What the noise may follow; each is released with noise of its own
-_LOSS_NOISE = 5. # Noise of a released loss over its bound, in multipliers of gradient and loss together
+# What the noise may follow; each is released with noise of its own
+SIGNALS = ("gradient_norm", "loss")
+# Noise of a released loss over its bound, in multipliers of gradient and loss together
+_LOSS_NOISE = 5.
 
 def _planned_fall(
     plan:PoissonPlan, # How many epochs
@@ -47,7 +49,8 @@ class RunNoise(FollowingNoise):
         "Take down what a step released: the energy of its noisy gradient, or its noisy mean loss."
         if self.signal_noise is None: return self.see(gradient_energy(run.model, report.noise_std))
         bound, batch = 2*math.log(run.data.classes), run.spec.expected_batch_size
-        self.see(released_loss(report.nonprivate_losses, bound=bound, noise_multiplier=self.signal_noise,
+        self.see(released_loss(report.nonprivate_losses, bound=bound,
+                               noise_multiplier=self.signal_noise,
                                expected_batch_size=batch, generator=run.noise))
     def close_epoch(self,
         steps:int, # That the epoch had
@@ -95,7 +98,8 @@ class AdaptiveNoiseMethod(Method):
         return super().calibrated(noise_multiplier)
     def step(self, run):
         if self.clip_rule != "batch": return None
-        return BatchStep(run.model, run.optimizer, clip_rule=self.rule(run.data.classes), generator=run.noise)
+        return BatchStep(run.model, run.optimizer, clip_rule=self.rule(run.data.classes),
+                         generator=run.noise)
     def following(self, spec, plan):
         if self.adapt_to is None: return None
         if issubclass(self.rule_class, CountingRule): raise ValueError(
@@ -107,12 +111,15 @@ class AdaptiveNoiseMethod(Method):
     def check(self, spec):
         super().check(spec)
         follows, floor, noise = self.adapt_to is not None, self.noise_floor, self.signal_noise
-        require(not follows or self.adapt_to in SIGNALS, "adapt_to", f"one of {', '.join(SIGNALS)}", self.adapt_to)
+        require(not follows or self.adapt_to in SIGNALS, "adapt_to", f"one of {', '.join(SIGNALS)}",
+                self.adapt_to)
         is_certified = not follows or spec.accounting == "certified"
         require(is_certified, "adapt_to", "None unless accounting=certified", self.adapt_to)
-        require(follows == (floor is not None), "noise_floor", "given exactly when the noise follows a signal", floor)
+        require(follows == (floor is not None), "noise_floor",
+                "given exactly when the noise follows a signal", floor)
         is_loss = self.adapt_to == "loss"
-        require(is_loss == (noise is not None), "signal_noise", "given exactly when adapt_to=loss", noise)
+        require(is_loss == (noise is not None), "signal_noise", "given exactly when adapt_to=loss",
+                noise)
         require_given(self, "noise_floor", "signal_noise")
         require(not follows or floor <= 1, "noise_floor", "at most 1", floor)
 

@@ -10,12 +10,14 @@ from ...training.grid import Profile, named_profile
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #13908c16
 BOUNDED_PROFILES = {"digits": {"Skewed MNIST": Profile(
-    dataset="minority_digits", model="unbalanced_mnist_cnn", dataset_size=939, epochs=16, expected_batch_size=64,
+    dataset="minority_digits", model="unbalanced_mnist_cnn", dataset_size=939, epochs=16,
+    expected_batch_size=64,
     learning_rate=1., seeds=3, delta=1e-3)}} # minutes
 BOUNDED_METHODS = {
     "DP-SGD": dict(clip_rule="flat"),
     "Adaptive": dict(clip_rule="quantile", learning_rate=.3),
-    "Bounded adaptive": dict(clip_rule="bounded_quantile", learning_rate=.3, least_max_grad_norm=.5),
+    "Bounded adaptive": dict(clip_rule="bounded_quantile", learning_rate=.3,
+                             least_max_grad_norm=.5),
 } # constant clipping; Andrew et al. 2021; the paper's
 
 def bounded_profile(
@@ -31,6 +33,9 @@ def bounded_values(
     **changes, # Values that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
     "What a method of paper bounded_adaptive says of a run."
-    if method not in BOUNDED_METHODS: raise ValueError(f"method must be one of {', '.join(BOUNDED_METHODS)}, got method={method!r}")
+    if method not in BOUNDED_METHODS:
+        raise ValueError(f"method must be one of {', '.join(BOUNDED_METHODS)}, got "
+                         f"method={method!r}")
     ours = {"optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant"}
-    return {"paper": "bounded_adaptive", "method": method, **profile.run_values, **ours, **BOUNDED_METHODS[method], **changes}
+    return {"paper": "bounded_adaptive", "method": method, **profile.run_values, **ours,
+            **BOUNDED_METHODS[method], **changes}

@@ -44,6 +44,7 @@ class BoundedAdaptiveMethod(Method):
         require(is_bounded == (floor is not None), "least_max_grad_norm", given, floor)
         require_given(self, *self.rule_values())
         is_below = floor is None or floor <= self.max_grad_norm
-        require(is_below, "least_max_grad_norm", f"at most max_grad_norm={self.max_grad_norm}", floor)
+        require(is_below, "least_max_grad_norm", f"at most max_grad_norm={self.max_grad_norm}",
+                floor)
 
 METHOD = BoundedAdaptiveMethod

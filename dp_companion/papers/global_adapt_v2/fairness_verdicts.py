@@ -38,7 +38,8 @@ def nonprivate_by_class(
     pool, # RunRecords with some of method Non-DP
 )->dict: # Class to mean accuracy, %
     "The accuracy of each class without privacy."
-    return pd.DataFrame([by_class(r) for r in pool if r.spec.method.name == "Non-DP"]).mean().to_dict()
+    return pd.DataFrame([by_class(r) for r in pool
+                         if r.spec.method.name == "Non-DP"]).mean().to_dict()
 
 def rare_class(records)->int: return list(groups_of(records))[1] # Its number
 

@@ -15,31 +15,50 @@ from ...training.spec import ACCOUNTINGS
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #8b5aeb5e
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
-def _unbalanced(**sizes): return Profile(model="unbalanced_mnist_cnn", expected_batch_size=64, learning_rate=1e-3, **sizes)
-def _melt_pool(**sizes): return Profile(model="small_shufflenet", dataset_size=1173, delta=1e-3, loss="focal", **sizes)
-_frames = dict(dataset="synthetic_melt_pool_small", epochs=10, drop_every=5, expected_batch_size=64, learning_rate=5e-3) # ours, for small frames and a short wait: a third of the epochs
+def _unbalanced(**sizes):
+    return Profile(model="unbalanced_mnist_cnn", expected_batch_size=64, learning_rate=1e-3,
+                   **sizes)
+def _melt_pool(**sizes):
+    return Profile(model="small_shufflenet", dataset_size=1173, delta=1e-3, loss="focal", **sizes)
+# ours, for small frames and a short wait: a third of the epochs
+_frames = dict(dataset="synthetic_melt_pool_small", epochs=10, drop_every=5, expected_batch_size=64,
+               learning_rate=5e-3)
 def _cifar(**sizes): return Profile(dataset_size=50000, **sizes)
 PAPER_DROP = 10 # K of the paper, in epochs
-_small = dict(model="unbalanced_mnist_cnn", epochs=3, expected_batch_size=512, learning_rate=5e-3, seeds=3) # ours: from scratch
+# ours: from scratch
+_small = dict(model="unbalanced_mnist_cnn", epochs=3, expected_batch_size=512, learning_rate=5e-3,
+              seeds=3)
 _tiny = _small | dict(epochs=12, drop_every=3, expected_batch_size=64, seeds=2)
 _large = dict(epochs=100, drop_every=10, expected_batch_size=64, learning_rate=1e-4, seeds=5)
 
 PROFILES = {
-    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=12, drop_every=3, learning_rate=1e-3, seeds=3),
-               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307, epochs=10, drop_every=1, seeds=2),
+    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=12, drop_every=3,
+                               learning_rate=1e-3, seeds=3),
+               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307,
+                   epochs=10, drop_every=1, seeds=2),
                "Thinwall": _melt_pool(**_frames, seeds=1),
-               "CIFAR-10": Profile(dataset="digits", dataset_size=1437, **_tiny), "CIFAR-100": Profile(dataset="two_digits", dataset_size=5744, **_tiny | dict(learning_rate=5e-4))},
-    "laptop": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1, learning_rate=1e-4, seeds=3),
-               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=10, drop_every=1, seeds=3),
+               "CIFAR-10": Profile(dataset="digits", dataset_size=1437, **_tiny),
+               "CIFAR-100": Profile(dataset="two_digits", dataset_size=5744,
+                                    **_tiny | dict(learning_rate=5e-4))},
+    "laptop": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=10, drop_every=1,
+                               learning_rate=1e-4, seeds=3),
+               "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743,
+                   epochs=10, drop_every=1, seeds=3),
                "Thinwall": _melt_pool(**_frames, seeds=3),
-               "CIFAR-10": _cifar(dataset="cifar10", **_small), "CIFAR-100": _cifar(dataset="cifar100", **_small)},
-    "paper": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=100, drop_every=10, learning_rate=1e-4, seeds=5),
-              "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743, epochs=100, drop_every=10, seeds=5),
-              "Thinwall": _melt_pool(dataset="thinwall", epochs=30, drop_every=10, expected_batch_size=32, learning_rate=1e-3, seeds=5),
-              "CIFAR-10": _cifar(dataset="cifar10", model="nf_net_f0", **_large), "CIFAR-100": _cifar(dataset="cifar100", model="nf_net_f1", **_large)},
+               "CIFAR-10": _cifar(dataset="cifar10", **_small),
+               "CIFAR-100": _cifar(dataset="cifar100", **_small)},
+    "paper": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=100, drop_every=10,
+                              learning_rate=1e-4, seeds=5),
+              "Unbalanced MNIST": _unbalanced(dataset="unbalanced_mnist", dataset_size=54743,
+                  epochs=100, drop_every=10, seeds=5),
+              "Thinwall": _melt_pool(dataset="thinwall", epochs=30, drop_every=10,
+                                     expected_batch_size=32, learning_rate=1e-3, seeds=5),
+              "CIFAR-10": _cifar(dataset="cifar10", model="nf_net_f0", **_large),
+              "CIFAR-100": _cifar(dataset="cifar100", model="nf_net_f1", **_large)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
 
-TARGETS = {"digits": (1., 3., 8.), "laptop": (1., 3., 8.), "paper": (1., 3., 5., 8., 10.)} # epsilons of the tables
+# epsilons of the tables
+TARGETS = {"digits": (1., 3., 8.), "laptop": (1., 3., 8.), "paper": (1., 3., 5., 8., 10.)}
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #ddf4ce30
 def profile_named(
@@ -50,7 +69,8 @@ def profile_named(
     return named_profile(PROFILES, name, stands_for)
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #be4926c2
-V2 = dict(clip_rule="global_adapt_v2", strict_max_grad_norm=3., bound_decay_rate=.5) # what the V2 variants share
+# what the V2 variants share
+V2 = dict(clip_rule="global_adapt_v2", strict_max_grad_norm=3., bound_decay_rate=.5)
 CONSTANT_BOUND = "DP-SGD-Global-Adapt-V2, constant bound" # ours
 METHODS = {
     "Non-DP": dict(clip_rule="none"),
@@ -66,14 +86,16 @@ METHODS = {
     "DP-SGD-Global-Adapt-V2-S": dict(**V2, decay="step", decay_rate=.5),
     CONSTANT_BOUND: {name: value for name, value in V2.items() if name != "bound_decay_rate"},
 } # as its tables name them, but for the last; V2 with constant noise has no column in its Table 13
-COMPARED = tuple(m for m in METHODS if m not in ("Non-DP", "DP-F", CONSTANT_BOUND)) # of its Tables 4 to 6 and 13 to 15
+# of its Tables 4 to 6 and 13 to 15
+COMPARED = tuple(m for m in METHODS if m not in ("Non-DP", "DP-F", CONSTANT_BOUND))
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #8dfa79e4
 def method_style(
     method:str, # A key of `METHODS`
 )->dict: # Keyword arguments for `Axes.plot`
     "Colour, line style and marker of a method, the same in every figure of paper `global_adapt_v2`."
-    from dp_companion.figures import series # A process that trains draws nothing: two seconds less to start it
+    # A process that trains draws nothing: two seconds less to start it
+    from dp_companion.figures import series
     return series(list(METHODS).index(method))
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #71c5f27e
@@ -92,8 +114,10 @@ def method_values(
     **changes, # Values that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
     "What a method of paper `global_adapt_v2` says of a run."
-    if method not in METHODS: raise ValueError(f"method must be one of {', '.join(METHODS)}, got method={method!r}")
-    values = {"paper": "global_adapt_v2", "method": method, **profile.run_values, **METHODS[method], **changes}
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got method={method!r}")
+    values = {"paper": "global_adapt_v2", "method": method, **profile.run_values, **METHODS[method],
+              **changes}
     if "decay_rate" not in changes: values = scaled_decay(values, PAPER_DROP/profile.drop_every)
     drops = values.get("decay") == "step" or "bound_decay_rate" in values
     return {"drop_every": profile.drop_every, **values} if drops else values
@@ -111,18 +135,22 @@ def method_specs(
     "The runs of a table of paper `global_adapt_v2`."
     said = {m: method_values(profile, m, **changes or {}) for m in methods}
     plain = [(said["Non-DP"], "none", None)] if "Non-DP" in methods else []
-    cells = plain + [(said[m], a, t) for a, t, m in product(accountings, targets, methods) if m != "Non-DP"]
+    cells = plain + [(said[m], a, t) for a, t, m in product(accountings, targets, methods)
+                     if m != "Non-DP"]
     return [spec for cell in specs_of(profile, cells, **places) for spec in cell]
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #9c2b8c05
-SWEPT = {"drop_every": "Table 16", "decay_rate": "Table 17", "epochs": "Table 18", "batch_size": "Table 19", "optimizer": "Table 20", "lr_scheduler": "Table 21"} # what varies, to where
+# what varies, to where
+SWEPT = {"drop_every": "Table 16", "decay_rate": "Table 17", "epochs": "Table 18",
+         "batch_size": "Table 19", "optimizer": "Table 20", "lr_scheduler": "Table 21"}
 
 def sweep(
     profile:Profile, # Sizes
     item:str, # A table of `SWEPT`
 )->dict: # The setting as printed, to values of a RunSpec
     "What each row of a table of paper `global_adapt_v2` changes."
-    if item not in SWEPT.values(): raise ValueError(f"item must be one of {', '.join(SWEPT.values())}, got item={item!r}")
+    if item not in SWEPT.values():
+        raise ValueError(f"item must be one of {', '.join(SWEPT.values())}, got item={item!r}")
     printed = load().query("item == @item and metric == 'accuracy'")["setting"]
     changed = {setting: _changes(profile, *setting.split("=")) for setting in printed}
     return {setting: values for setting, values in changed.items() if values}
@@ -131,7 +159,8 @@ def _changes(profile, name, value):
     "One setting as values of a RunSpec; none where the profile has no such size."
     if name in ("drop_every", "epochs"):
         scaled = float(value)*profile.epochs/100
-        fits = scaled == int(scaled) and (profile.epochs if name == "drop_every" else scaled) % (scaled if name == "drop_every" else profile.drop_every) == 0
+        fits = scaled == int(scaled) and (profile.epochs if name == "drop_every" else scaled) % (
+            scaled if name == "drop_every" else profile.drop_every) == 0
         return {name: int(scaled)} if fits else {}
     if name == "decay_rate": return {"decay_rate": float(value)}
     if name == "batch_size": return {"expected_batch_size": int(value)}
@@ -146,4 +175,5 @@ def of_profile(
     "The records of a profile's own runs, without the runs of its sweeps."
     usual = {"optimizer": "adamw", "lr_scheduler": "one_cycle"}
     said = {m: {**usual, **method_values(profile, m, **changes)} for m in METHODS}
-    return [r for r in records if r.spec.method.name in said and r.spec.says(said[r.spec.method.name])]
+    return [r for r in records if r.spec.method.name in said
+            and r.spec.says(said[r.spec.method.name])]

@@ -20,7 +20,8 @@ class GlobalAdaptMethod(DecayingMethod):
     stability:float|None=None # Stability constant of the rule; None takes the rule's default
 
     def rule_values(self):
-        return {"strict_max_grad_norm": self.strict_max_grad_norm, "stability": self.stability, **super().rule_values()}
+        return {"strict_max_grad_norm": self.strict_max_grad_norm, "stability": self.stability,
+                **super().rule_values()}
     def bounds(self, plan):
         "z_e = z_0 R^floor(e/K)."
         if self.bound_decay_rate is None: return None

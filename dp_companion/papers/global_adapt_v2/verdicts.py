@@ -36,7 +36,8 @@ def regime_of(
 )->Regime:
     "The regime of a run, read from its spec."
     spec = record.spec
-    return Regime(spec.accounting, _PAPERS_DATA.get(spec.dataset), spec.epochs, spec.method.drop_every,
+    return Regime(spec.accounting, _PAPERS_DATA.get(spec.dataset), spec.epochs,
+                  spec.method.drop_every,
         spec.expected_batch_size)
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #7c307c26
@@ -239,7 +240,8 @@ def threshold_path(
     record, # A run of DP-SGD-Global-Adapt
 )->list: # z at the start and after each epoch
     "The upper threshold of a run."
-    return [record.spec.method.strict_max_grad_norm] + [e["strict_max_grad_norm"] for e in record.epochs]
+    return [record.spec.method.strict_max_grad_norm] + [e["strict_max_grad_norm"]
+        for e in record.epochs]
 
 def _threshold_rises(pool):
     "A judge of Figure 1: z of DP-SGD-Global-Adapt is largest at the end."

@@ -19,10 +19,18 @@ from ...training.grid import Profile, named_profile
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)
 
 SAD_PROFILES = {
-    "digits": {"HAM10000": _sad(dataset="minority_digits", model="unbalanced_mnist_cnn", dataset_size=939, epochs=5, drop_every=1, expected_batch_size=64, learning_rate=1., seeds=3)},
-    "laptop": {"HAM10000": _sad(dataset="ham10000_small", model="unbalanced_mnist_cnn", dataset_size=8008, epochs=5, drop_every=1, expected_batch_size=256, learning_rate=.5, seeds=3, loss="sad_weighted"),
-               "HAM10000, lesions": _sad(dataset="ham10000_lesions", model="unbalanced_mnist_cnn", dataset_size=5976, epochs=5, drop_every=1, expected_batch_size=256, learning_rate=.5, seeds=3, loss="sad_weighted")},
-    "paper": {"HAM10000": _sad(dataset="ham10000_224", model="resnet50", dataset_size=8008, epochs=50, drop_every=10, expected_batch_size=128, learning_rate=1e-3, seeds=5, loss="sad_weighted")},
+    "digits": {"HAM10000": _sad(dataset="minority_digits", model="unbalanced_mnist_cnn",
+                                dataset_size=939, epochs=5, drop_every=1, expected_batch_size=64,
+                                learning_rate=1., seeds=3)},
+    "laptop": {"HAM10000": _sad(dataset="ham10000_small", model="unbalanced_mnist_cnn",
+                                dataset_size=8008, epochs=5, drop_every=1, expected_batch_size=256,
+                                learning_rate=.5, seeds=3, loss="sad_weighted"),
+               "HAM10000, lesions": _sad(dataset="ham10000_lesions", model="unbalanced_mnist_cnn",
+                   dataset_size=5976, epochs=5, drop_every=1, expected_batch_size=256,
+                   learning_rate=.5, seeds=3, loss="sad_weighted")},
+    "paper": {"HAM10000": _sad(dataset="ham10000_224", model="resnet50", dataset_size=8008,
+                               epochs=50, drop_every=10, expected_batch_size=128,
+                               learning_rate=1e-3, seeds=5, loss="sad_weighted")},
 } # minutes; an hour or two on one core; days on a GPU
 
 
@@ -34,8 +42,10 @@ def sad_profile(
     return named_profile(SAD_PROFILES, name, stands_for)
 
 # %% ../../../nbs/papers/sad/grid.ipynb #309a5183
-_FINAL_BOUND, _BOUND_RATIO, _PAPER_EPOCHS = 1., 5/3, 50 # C_n = the bound of the other methods; a, from 20/12 = 12/7.2 in the published code; T
-_STAGED = dict(clip_rule="flat", decay="stages", decay_rate=.8, stages=3, stage_ratio=.9) # beta, n, gamma (Table II)
+# C_n = the bound of the other methods; a, from 20/12 = 12/7.2 in the published code; T
+_FINAL_BOUND, _BOUND_RATIO, _PAPER_EPOCHS = 1., 5/3, 50
+# beta, n, gamma (Table II)
+_STAGED = dict(clip_rule="flat", decay="stages", decay_rate=.8, stages=3, stage_ratio=.9)
 SAD_METHODS = {
     "DP-SGD": dict(clip_rule="flat"),
     "Auto-DPSGD-S": dict(clip_rule="flat", decay="step", decay_rate=.5),
@@ -43,7 +53,8 @@ SAD_METHODS = {
     "SAD-DPSGD": dict(**_STAGED, bound_ratio=_BOUND_RATIO),
     "DP-SGD, larger rate": dict(clip_rule="flat"),
     "SAD-DPSGD, constant bound": dict(**_STAGED),
-    "Auto-DPSGD-S, private threshold": dict(clip_rule="quantile", count_noise=10., decay="step", decay_rate=.5),
+    "Auto-DPSGD-S, private threshold": dict(clip_rule="quantile", count_noise=10., decay="step",
+        decay_rate=.5),
     "Auto-DPSGD-S, as in its code": dict(**_STAGED | {"stage_ratio": 1.}),
 } # as its Table II names them, then the variants
 TABLE_II = tuple(SAD_METHODS)[:4]
@@ -60,12 +71,16 @@ def sad_values(
     **changes, # Values of a RunSpec that differ from the profile's and the method's
 )->dict: # Values of a RunSpec, all but multiplier, target, accounting and seed
     "What a method of paper sad says of a run."
-    if method not in SAD_METHODS: raise ValueError(f"method must be one of {'; '.join(SAD_METHODS)}, got method={method!r}")
-    values = {"paper": "sad", "method": method, **profile.run_values, "optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant", "max_grad_norm": _FINAL_BOUND, **SAD_METHODS[method], **changes}
+    if method not in SAD_METHODS:
+        raise ValueError(f"method must be one of {'; '.join(SAD_METHODS)}, got method={method!r}")
+    values = {"paper": "sad", "method": method, **profile.run_values, "optimizer": "sgd",
+              "weight_decay": 0., "lr_scheduler": "constant", "max_grad_norm": _FINAL_BOUND,
+              **SAD_METHODS[method], **changes}
     if method == "DP-SGD, larger rate": values["learning_rate"] *= mean_bound()
     if values.get("decay") == "step": values = {"drop_every": profile.drop_every, **values}
     if "decay_rate" not in changes: values = scaled_decay(values, _PAPER_EPOCHS/values["epochs"])
-    if values.get("bound_ratio"): values["max_grad_norm"] = _FINAL_BOUND*values["bound_ratio"]**(values["stages"] - 1)
+    if values.get("bound_ratio"):
+        values["max_grad_norm"] = _FINAL_BOUND*values["bound_ratio"]**(values["stages"] - 1)
     return values
 
 # %% ../../../nbs/papers/sad/grid.ipynb #5ed0d49e
@@ -93,11 +108,15 @@ def not_run(
     cells:list, # (method, target epsilon, what a sweep changes) each
 )->list: # A text for each cell that lacks a seed
     "What is not there yet."
-    found = [(m, t, changes, len(runs_of(records, profile, m, t, **changes))) for m, t, changes in cells]
-    return [f"{m} at ε = {t:g}" + "".join(f", {k} = {v:g}" for k, v in changes.items()) + (f" ({n} of {profile.seeds} seeds)" if n else "") for m, t, changes, n in found if n < profile.seeds]
+    found = [(m, t, changes, len(runs_of(records, profile, m, t, **changes))) for m, t,
+             changes in cells]
+    return [f"{m} at ε = {t:g}" + "".join(f", {k} = {v:g}" for k, v in changes.items())
+            + (f" ({n} of {profile.seeds} seeds)" if n else "") for m, t, changes, n in found
+            if n < profile.seeds]
 
 # %% ../../../nbs/papers/sad/grid.ipynb #269b5e07
-LESION_IMAGES = 6 # The most images of one lesion in the published table of HAM10000, a public number
+# The most images of one lesion in the published table of HAM10000, a public number
+LESION_IMAGES = 6
 
 def by_unit(
     events:tuple[MechanismEvent,...], # Of a run that samples images
@@ -108,5 +127,8 @@ def by_unit(
 )->dict: # Least certified epsilon of: image; lesion, as run; lesion, clipped together
     "What the same noise certifies for an image, and for a lesion in two ways."
     least = lambda found: min(c.epsilon for c in found.values())
-    return {"image": least(certify(events, delta=delta, accountants=accountants)), "lesion, images clipped one by one": least(certify_group(events, images=images, delta=delta, accountants=accountants)),
-            "lesion, its images clipped together": least(certify(clipped_per_unit(events, images=images), delta=delta, accountants=accountants))}
+    return {"image": least(certify(events, delta=delta, accountants=accountants)),
+            "lesion, images clipped one by one": least(certify_group(events, images=images,
+                delta=delta, accountants=accountants)),
+            "lesion, its images clipped together": least(certify(clipped_per_unit(events,
+                images=images), delta=delta, accountants=accountants))}

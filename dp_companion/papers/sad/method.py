@@ -26,13 +26,15 @@ class SadMethod(DecayingMethod):
     reports_groups:ClassVar[bool] = True
 
     def _stages(self, plan, initial, ratio):
-        return Stages.of_plan(plan, initial=initial, value_ratio=ratio, stages=self.stages, length_ratio=self.stage_ratio)
+        return Stages.of_plan(plan, initial=initial, value_ratio=ratio, stages=self.stages,
+                              length_ratio=self.stage_ratio)
     def noise(self, plan):
         if self.decay != "stages": return super().noise(plan)
         return self._stages(plan, self.noise_multiplier, self.decay_rate)
     def bounds(self, plan):
         "By step, at the steps of the noise."
-        if self.bound_ratio is not None: return self._stages(plan, self.max_grad_norm, self.bound_ratio)
+        if self.bound_ratio is not None:
+            return self._stages(plan, self.max_grad_norm, self.bound_ratio)
     def claim(self, plan, *, delta):
         return sad_claim(self.events(plan, 1), delta=delta, steps=plan.steps)
     def check(self, spec):
@@ -40,10 +42,13 @@ class SadMethod(DecayingMethod):
         is_staged = self.decay == "stages"
         for name in ("stages", "stage_ratio"):
             is_given = getattr(self, name) is not None
-            require(is_staged == is_given, name, "given exactly when decay=stages", getattr(self, name))
-        require(is_staged or self.bound_ratio is None, "bound_ratio", "None without decay=stages", self.bound_ratio)
+            require(is_staged == is_given, name, "given exactly when decay=stages",
+                    getattr(self, name))
+        require(is_staged or self.bound_ratio is None, "bound_ratio", "None without decay=stages",
+                self.bound_ratio)
         require_given(self, "stage_ratio", "bound_ratio")
-        require(not is_staged or self.stage_ratio <= 1, "stage_ratio", "in (0, 1]", self.stage_ratio)
+        require(not is_staged or self.stage_ratio <= 1, "stage_ratio", "in (0, 1]",
+                self.stage_ratio)
         require_count(self, *["stages"]*is_staged)
 
 METHOD = SadMethod

@@ -73,14 +73,16 @@ def moved(
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #05d7509a
 BATCH = 8 # Records in a batch of an attack
-DRAWS = 160 # Trainings per world: without an error they show more than the formula claims for the run under attack
+# Trainings per world: without an error they show more than the formula claims for the run under attack
+DRAWS = 160
 
 def short(
     spec:RunSpec, # A run
     epochs:int=1, # As the attack trains it
 )->RunSpec: # The same method
     "The same method on few records: another run, with an ε of its own."
-    return spec.varied(epochs=epochs, expected_batch_size=BATCH, stop_window=None, stop_limit=None, lr_scheduler="constant")
+    return spec.varied(epochs=epochs, expected_batch_size=BATCH, stop_window=None, stop_limit=None,
+                       lr_scheduler="constant")
 
 def claimed_there(
     spec:RunSpec, # From `short`
@@ -131,11 +133,15 @@ def row_scores(
 )->np.ndarray: # (draws,) one score per record, units of the elements
     "Sums of all rows that a run releases of a record in the worst case."
     one = worst_case(spec.dataset, False, records=1)
-    run = SanitizedRun(replace(spec, expected_batch_size=1), replace(one, train_images=one.train_images.expand(draws, -1, -1, -1), train_labels=one.train_labels.expand(draws)))
+    run = SanitizedRun(replace(spec, expected_batch_size=1),
+                       replace(one, train_images=one.train_images.expand(draws, -1, -1, -1),
+                               train_labels=one.train_labels.expand(draws)))
     run.noise.manual_seed(seed); run.model.train()
     run.model.below = Worst(spec.method.layer_width, run.layer.clip if is_bright else 0.)
-    release = (lambda run: released(run, rows_below(run), slice(None))) if spec.method.layer_below == "trained" else epoch_rows
-    return sum(release(run).sum(1).double() for _ in range(spec.method.layer_releases or spec.epochs)).numpy()
+    release = (lambda run: released(run, rows_below(run),
+                                    slice(None))) if spec.method.layer_below == "trained" else epoch_rows
+    return sum(release(run).sum(1).double() for _ in range(spec.method.layer_releases
+        or spec.epochs)).numpy()
 
 def attack_rows(
     spec:RunSpec, # A run
@@ -146,11 +152,14 @@ def attack_rows(
 )->Finding: # Lower bound on epsilon of the rows
     "Tell a blank record from a bright one by its released rows."
     scores = (row_scores(spec, is_bright, draws, 2*seed + is_bright) for is_bright in (False, True))
-    method = "rates" if spec.method.layer_dropout else "gaussian_rates" # without dropout both worlds are Gaussian, exactly
-    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method=method, seed=seed)
+    # without dropout both worlds are Gaussian, exactly
+    method = "rates" if spec.method.layer_dropout else "gaussian_rates"
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method=method,
+                               seed=seed)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #090d21da
-_RECORDS = 128 # N of the attack on a run as printed: enough batches of 8 that the formula claims less than some hundred trainings can show
+# N of the attack on a run as printed: enough batches of 8 that the formula claims less than some hundred trainings can show
+_RECORDS = 128
 
 def _attack_spec(
     spec:RunSpec, # A run of paper `sanitization`
@@ -159,15 +168,19 @@ def _attack_spec(
 )->Finding|None: # None where nothing is noisy
     "What the attacks here achieve on a run."
     gradients = spec.method.gradient_events(plan)
-    if spec.method.layer_below is None: return audit_schedule(gradients, delta=spec.delta, draws=20_000) if gradients else None
-    if spec.method.layer_below == "trained": return attack_below(spec, draws=draws, records=_RECORDS)
+    if spec.method.layer_below is None:
+        return audit_schedule(gradients, delta=spec.delta, draws=20_000) if gradients else None
+    if spec.method.layer_below == "trained":
+        return attack_below(spec, draws=draws, records=_RECORDS)
     if spec.method.layer_below == "frozen": return attack_rows(spec)
-    both = attack_rows(spec, confidence=.975), audit_schedule(gradients, delta=spec.delta, draws=20_000, confidence=.975)
+    both = attack_rows(spec, confidence=.975), audit_schedule(gradients, delta=spec.delta,
+        draws=20_000, confidence=.975)
     return replace(max(both, key=lambda found: found.epsilon), confidence=.95)
 
 def _same_attack(spec):
     "What decides the attack on a run."
-    first = short(spec).varied(seed=0, method="any", target_epsilon=1., layer_bound_ratio=None) if spec.method.layer_below == "trained" else replace(spec, seed=0)
+    first = short(spec).varied(seed=0, method="any", target_epsilon=1.,
+                               layer_bound_ratio=None) if spec.method.layer_below == "trained" else replace(spec, seed=0)
     return first
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #2a408b97
@@ -229,18 +242,21 @@ def step_scores(
     seed:int, # Of the noise
 )->np.ndarray: # (draws,) how far each step went, in units of a step without noise
     "One step at a time from weights of zero, by the run's own trainer."
-    lone = replace(short(spec), expected_batch_size=1, optimizer="sgd", learning_rate=1., weight_decay=0., accounting="as_printed")
+    lone = replace(short(spec), expected_batch_size=1, optimizer="sgd", learning_rate=1.,
+                   weight_decay=0., accounting="as_printed")
     data = worst_case(spec.dataset, True, records=1)
     run = SanitizedRun(lone, replace(data, train_images=_LOUD*data.train_images))
     run.model.below = Opposed(spec.method.layer_width, run.layer.clip/2)
     training = train_below(run)
     def step(noise_multiplier):
         nn.init.zeros_(run.model.below.linear.weight)
-        training.step(run.loss, run.data.train_images, run.data.train_labels, noise_multiplier=noise_multiplier)
+        training.step(run.loss, run.data.train_images, run.data.train_labels,
+                      noise_multiplier=noise_multiplier)
         return run.model.below.linear.weight.detach().flatten().double()
     towards = step(_QUIET)
     run.noise.manual_seed(seed); run.data.train_images.mul_(sign)
-    return np.array([(step(spec.method.noise_multiplier)@towards/towards.square().sum()).item() for _ in range(draws)])
+    return np.array([(step(spec.method.noise_multiplier)@towards/towards.square().sum()).item()
+                     for _ in range(draws)])
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #de3e1bbe
 def attack_step(
@@ -252,14 +268,16 @@ def attack_step(
 )->Finding: # Lower bound on epsilon of one step
     "Tell a record from its opposite by one step of DP-SGD below."
     scores = (step_scores(spec, sign, draws, 2*seed + (sign > 0)) for sign in (-1, 1))
-    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method="gaussian_rates", seed=seed)
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence,
+                               method="gaussian_rates", seed=seed)
 
 def certified_step(
     spec:RunSpec, # A run with DP-SGD below
 )->float: # epsilon (nats), replace_one
     "What is certified for one step that the record takes part in."
     event = MechanismEvent(noise_multiplier=spec.method.noise_multiplier, sample_rate=1., steps=1)
-    return certify((event,), delta=spec.delta, accountants=("pld",), neighbouring_relation="replace_one")["pld"].epsilon
+    return certify((event,), delta=spec.delta, accountants=("pld",),
+                   neighbouring_relation="replace_one")["pld"].epsilon
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #cf015f67
 def epoch_scores(
@@ -270,8 +288,10 @@ def epoch_scores(
 )->np.ndarray: # (draws,) log-likelihood ratios, but for a constant
     "Steps and rows of epochs in which the record takes part in one step."
     row_std = build_layer(spec, torch.Generator()).noise_std*math.sqrt(spec.method.layer_width)
-    steps, rows = step_scores(spec, 2*is_bright - 1, draws, seed), row_scores(replace(spec, epochs=1), is_bright, draws, seed)
-    return 2*steps/spec.method.noise_multiplier**2 + spec.method.layer_width*spec.method.layer_clip*rows/row_std**2
+    steps, rows = step_scores(spec, 2*is_bright - 1, draws, seed), row_scores(replace(spec,
+        epochs=1), is_bright, draws, seed)
+    return (2*steps/spec.method.noise_multiplier**2
+            + spec.method.layer_width*spec.method.layer_clip*rows/row_std**2)
 
 def attack_epoch(
     spec:RunSpec, # A run with DP-SGD below
@@ -281,8 +301,10 @@ def attack_epoch(
     confidence:float=.95, # Of the bound, in (0, 1)
 )->Finding: # Lower bound on epsilon of one epoch of one step
     "Tell two records apart by all that an epoch releases of them."
-    scores = (epoch_scores(spec, is_bright, draws, 2*seed + is_bright) for is_bright in (False, True))
-    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence, method="gaussian_rates", seed=seed)
+    scores = (epoch_scores(spec, is_bright, draws, 2*seed + is_bright)
+              for is_bright in (False, True))
+    return finding_from_scores(*scores, delta=spec.delta, confidence=confidence,
+                               method="gaussian_rates", seed=seed)
 
 def certified_epoch(
     spec:RunSpec, # A run with DP-SGD below

@@ -44,16 +44,25 @@ class LayerProfile(Profile):
         return self.plan_of({**self.run_values, "expected_batch_size": self.private_batch_size})
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #f87c698d
-_resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512, expected_batch_size=250, bound_ratio=.02, plain_model=None)
+_resnet = dict(dataset="cifar10", dataset_size=50000, model="sanitization_resnet18", width=512,
+               expected_batch_size=250, bound_ratio=.02, plain_model=None)
 _cifar = dict(dataset="cifar10", dataset_size=50000, model="sanitization_cnn")
 _half = dict(model="half_sanitization_cnn", plain_model="half_sanitization_cnn")
 _mnist = dict(dataset="mnist", dataset_size=60000, model="sanitization_cnn")
-_digits = dict(dataset="digits", dataset_size=1437, epochs=10, expected_batch_size=32, windows=(4, 3), private_batch_size=128)
+_digits = dict(dataset="digits", dataset_size=1437, epochs=10, expected_batch_size=32,
+               windows=(4, 3), private_batch_size=128)
 LAYER_PROFILES = {
-    "digits": {"MNIST": LayerProfile(**_digits, seeds=2, model="small_sanitization_cnn", plain_model="small_sanitization_cnn", width=40), "CIFAR-10, ResNet-18": LayerProfile(**_digits, seeds=1, model="small_sanitization_resnet18", plain_model=None, width=64, bound_ratio=.02)},
-    "laptop": {"MNIST": LayerProfile(**_mnist | _half, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3),
-               "CIFAR-10": LayerProfile(**_cifar | _half, epochs=5, expected_batch_size=64, windows=(3, 3), seeds=3)},
-    "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5), "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
+    "digits": {"MNIST": LayerProfile(**_digits, seeds=2, model="small_sanitization_cnn",
+                                     plain_model="small_sanitization_cnn", width=40),
+                                     "CIFAR-10, ResNet-18": LayerProfile(**_digits, seeds=1,
+                                         model="small_sanitization_resnet18", plain_model=None,
+                                         width=64, bound_ratio=.02)},
+    "laptop": {"MNIST": LayerProfile(**_mnist | _half, epochs=5, expected_batch_size=64,
+                                     windows=(3, 3), seeds=3),
+               "CIFAR-10": LayerProfile(**_cifar | _half, epochs=5, expected_batch_size=64,
+                   windows=(3, 3), seeds=3)},
+    "paper": {"MNIST": LayerProfile(**_mnist, epochs=100, expected_batch_size=20, seeds=5),
+              "CIFAR-10": LayerProfile(**_cifar, epochs=100, expected_batch_size=20, seeds=5),
               "CIFAR-10, ResNet-18": LayerProfile(**_resnet, epochs=100, seeds=5)},
 } # minutes, hours and days on two cores; then the paper's name of the data set
 
@@ -72,26 +81,37 @@ def flag_profiles(
     "Sizes of the runs that the stopping flags are put to."
     layer_profile(name) # checks it
     sizes = LAYER_PROFILES[name]
-    if name == "laptop": return {of: replace(size, epochs=20, windows=(10, 5)) for of, size in sizes.items()}
-    return {of: replace(size, seeds=1) for of, size in sizes.items() if "resnet" not in size.model} if name == "digits" else dict(sizes)
+    if name == "laptop":
+        return {of: replace(size, epochs=20, windows=(10, 5)) for of, size in sizes.items()}
+    return {of: replace(size, seeds=1) for of, size in sizes.items()
+            if "resnet" not in size.model} if name == "digits" else dict(sizes)
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #f0698953
-_PAPER_LIMITS = {"cnn": dict(width=50, slope=1.2e-4, trend=2e-5), "resnet18": dict(width=512, slope=1.5e-5, trend=3e-5)} # Section 6.4; it does not say the CNN's width: the middle of its best, 40 to 60
+# Section 6.4; it does not say the CNN's width: the middle of its best, 40 to 60
+_PAPER_LIMITS = {"cnn": dict(width=50, slope=1.2e-4, trend=2e-5), "resnet18": dict(width=512,
+    slope=1.5e-5, trend=3e-5)}
 
 def flag_limit(
     profile:LayerProfile, # Sizes
     moving:bool, # Whether C follows the weights
 )->float: # Units of the elements per epoch
     "The paper's limit, scaled with the error of the slope that it is held against."
-    said, kind, name = _PAPER_LIMITS["resnet18" if "resnet" in profile.model else "cnn"], (SlopeFlag, TrendFlag)[moving], ("slope", "trend")[moving]
+    said, kind, name = _PAPER_LIMITS["resnet18" if "resnet" in profile.model else "cnn"], (
+        SlopeFlag, TrendFlag)[moving], ("slope", "trend")[moving]
     def error(window, epochs, width, clip, rows):
         flag = kind(window=window, epochs=epochs, **{("threshold", "tolerance")[moving]: 1.})
         return epoch_error(clip*math.sqrt(width), width=width, rows=rows)*flag.gain
-    return said[name]*error(profile.windows[moving], profile.epochs, profile.width, profile.clip, profile.dataset_size)/error((10, 5)[moving], 100, said["width"], .5, 50_000)
+    return said[name]*error(profile.windows[moving], profile.epochs, profile.width, profile.clip,
+                            profile.dataset_size)/error((10, 5)[moving], 100, said["width"], .5,
+                                50_000)
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #69b2376e
-PRINTED = {"Sanitization": (False, False), "Sanitization + Stopping": (False, True), "Sanitization + Adaptive C": (True, False), "Sanitization + Adaptive C + Stopping": (True, True)} # as its tables name them: C follows the weights, stops
-REAL = ("Frozen", "Frozen, random", "One release", "DP-SGD below") # whose rows and weights are certified: pooled pixels, the paper's network with random weights, pooled pixels once, the paper's network
+# as its tables name them: C follows the weights, stops
+PRINTED = {"Sanitization": (False, False), "Sanitization + Stopping": (False, True),
+           "Sanitization + Adaptive C": (True, False), "Sanitization + Adaptive C + Stopping": (
+               True, True)}
+# whose rows and weights are certified: pooled pixels, the paper's network with random weights, pooled pixels once, the paper's network
+REAL = ("Frozen", "Frozen, random", "One release", "DP-SGD below")
 PLAIN = ("DP-SGD", "Non-DP") # the same network without the layer
 LAYER_METHODS = (*PRINTED, *REAL, *PLAIN)
 
@@ -99,11 +119,13 @@ def claim_of(
     profile:LayerProfile, # Sizes
 )->float: # epsilon (nats), rounded up
     "What the paper's formula claims for σ = 1 at a profile's sizes."
-    release = RowRelease(width=profile.width, noise_multiplier=1., releases=profile.epochs, rows="nonnegative")
+    release = RowRelease(width=profile.width, noise_multiplier=1., releases=profile.epochs,
+                         rows="nonnegative")
     return math.ceil(1e4*claimed_rows(release, profile.plan, delta=profile.delta).epsilon)/1e4
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #9f442d8e
-_WIDTH_SHARE = .1 # ours: the side of a square of elements, squared, is at most this share of N/(K sigma^2), and at least 4
+# ours: the side of a square of elements, squared, is at most this share of N/(K sigma^2), and at least 4
+_WIDTH_SHARE = .1
 _ROWS_SHARE = .5 # ours: of the target, what the rows may spend where DP-SGD below spends the rest
 
 def public_width(
@@ -124,7 +146,9 @@ def row_noise(
     delta:float, # At this delta
 )->float: # sigma; never overshoots
     "Noise of rows >= 0 alone for a target, replace_one; their width cancels."
-    return calibrate_rows(RowRelease(width=1, noise_multiplier=1., releases=releases, rows="nonnegative"), target_epsilon=target_epsilon, delta=delta)
+    return calibrate_rows(RowRelease(width=1, noise_multiplier=1., releases=releases,
+                                     rows="nonnegative"), target_epsilon=target_epsilon,
+                                     delta=delta)
 
 def _gradient_noise(
     rows:float, # sigma of the rows, which spend their part
@@ -134,7 +158,10 @@ def _gradient_noise(
 )->float: # Noise multiplier of DP-SGD below; never overshoots
     "What DP-SGD below needs beside the rows."
     release = RowRelease(width=1, noise_multiplier=rows, releases=plan.epochs, rows="nonnegative")
-    def epsilon_of(sigma): return sanitization_report(release, plan, below="dp_sgd", delta=delta, gradient_events=gaussian_events(Constant(initial=sigma), plan), batches="own").epsilon
+    def epsilon_of(sigma):
+        return sanitization_report(release, plan, below="dp_sgd", delta=delta,
+                                   gradient_events=gaussian_events(Constant(initial=sigma), plan),
+                                   batches="own").epsilon
     start = calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta)
     return smallest_scale(epsilon_of, target_epsilon, rtol=5e-3, start=2.5*start, factor=1.3)
 
@@ -144,16 +171,19 @@ def _plain_noise(
     delta:float, # At this delta
 )->float: # Noise multiplier of DP-SGD on the whole network
     "The same for DP-SGD alone."
-    return calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta, accountant="pld", neighbouring_relation="replace_one")
+    return calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta,
+                     accountant="pld", neighbouring_relation="replace_one")
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d50b754e
 def _known(method, among):
     "The method, if it is one of these."
-    if method not in among: raise ValueError(f"method must be one of {'; '.join(among)}, got method={method!r}")
+    if method not in among:
+        raise ValueError(f"method must be one of {'; '.join(among)}, got method={method!r}")
     return method
 
 def _sizes(profile, method):
-    return profile.run_values | dict(paper="sanitization", method=method, optimizer="adam", weight_decay=0., lr_scheduler="cosine", clip_rule="none")
+    return profile.run_values | dict(paper="sanitization", method=method, optimizer="adam",
+                                     weight_decay=0., lr_scheduler="cosine", clip_rule="none")
 
 def printed_values(
     profile:LayerProfile, # Sizes
@@ -162,14 +192,19 @@ def printed_values(
 )->dict: # Values of a RunSpec, all but the seed
     "A run as the paper prints it: σ = 1, layers below trained on raw features."
     moving, stops = PRINTED[_known(method, PRINTED)]
-    values = _sizes(profile, method) | dict(layer_below="trained", layer_width=profile.width, layer_clip=profile.clip, layer_noise_multiplier=1., accounting="as_printed", target_epsilon=claim_of(profile))
+    values = _sizes(profile, method) | dict(layer_below="trained", layer_width=profile.width,
+        layer_clip=profile.clip, layer_noise_multiplier=1., accounting="as_printed",
+        target_epsilon=claim_of(profile))
     if moving: values["layer_bound_ratio"] = profile.bound_ratio
-    if stops: values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
+    if stops:
+        values |= dict(stop_window=profile.windows[moving], stop_limit=flag_limit(profile, moving))
     return values | changes
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #c688e539
 FREE_EPOCHS = 3 # ours: how many times the profile's epochs one release is read
-_RATES = {"Frozen": ("sgd", .02), "Frozen, random": ("sgd", .02), "One release": ("sgd", .02), "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)} # ours: optimizer and initial learning rate
+# ours: optimizer and initial learning rate
+_RATES = {"Frozen": ("sgd", .02), "Frozen, random": ("sgd", .02), "One release": ("sgd", .02),
+          "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)}
 def _rate(method): return dict(zip(("optimizer", "learning_rate"), _RATES[method]))
 
 def real_values(
@@ -180,21 +215,31 @@ def real_values(
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
 )->dict: # Values of a RunSpec, all but the seed
     "A run whose epsilon is real, its noise and width picked by the certified budget."
-    values = _sizes(profile, _known(method, REAL)) | _rate(method) | dict(accounting="certified", target_epsilon=target_epsilon, layer_clip=profile.clip, expected_batch_size=profile.private_batch_size)
+    values = _sizes(profile, _known(method, REAL)) | _rate(method) | dict(accounting="certified",
+        target_epsilon=target_epsilon, layer_clip=profile.clip,
+        expected_batch_size=profile.private_batch_size)
     if method == "DP-SGD below": return values | _dp_sgd_below(profile, target_epsilon, runs)
     once = row_noise(1, target_epsilon, profile.delta)
     is_random = method == "Frozen, random"
-    width = profile.width if is_random and "resnet" in profile.model else public_width(once, profile, channels=3 if profile.dataset == "cifar10" and not is_random else 1)
-    values |= dict(model=profile.model if is_random else "pooled_rows", layer_below="frozen", layer_width=width)
-    if method == "One release": return values | dict(layer_noise_multiplier=once, layer_releases=1, epochs=FREE_EPOCHS*profile.epochs)
-    return values | dict(layer_noise_multiplier=row_noise(profile.epochs, target_epsilon, profile.delta))
+    width = profile.width if is_random and "resnet" in profile.model else public_width(once,
+        profile, channels=3 if profile.dataset == "cifar10" and not is_random else 1)
+    values |= dict(model=profile.model if is_random else "pooled_rows", layer_below="frozen",
+                   layer_width=width)
+    if method == "One release":
+        return values | dict(layer_noise_multiplier=once, layer_releases=1,
+                             epochs=FREE_EPOCHS*profile.epochs)
+    return values | dict(layer_noise_multiplier=row_noise(profile.epochs, target_epsilon,
+        profile.delta))
 
 def _dp_sgd_below(profile, target_epsilon, runs):
     "Part of the target for the rows, the rest for the gradients, whose norms are all made the same."
-    rows, plan = row_noise(profile.epochs, _ROWS_SHARE*target_epsilon, profile.delta), profile.private_plan
-    width = profile.width if "resnet" in profile.model else public_width(row_noise(1, _ROWS_SHARE*target_epsilon, profile.delta), profile)
+    rows, plan = row_noise(profile.epochs, _ROWS_SHARE*target_epsilon,
+                           profile.delta), profile.private_plan
+    width = profile.width if "resnet" in profile.model else public_width(row_noise(1,
+        _ROWS_SHARE*target_epsilon, profile.delta), profile)
     gradients = cached(_gradient_noise, runs)(rows, plan, target_epsilon, profile.delta)
-    return dict(layer_below="dp_sgd", layer_width=width, layer_noise_multiplier=rows, clip_rule="auto_s", noise_multiplier=gradients)
+    return dict(layer_below="dp_sgd", layer_width=width, layer_noise_multiplier=rows,
+                clip_rule="auto_s", noise_multiplier=gradients)
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #4d785acf
 def _plain_values(
@@ -207,8 +252,11 @@ def _plain_values(
     "The same network without the layer."
     values = _sizes(profile, _known(method, PLAIN)) | dict(model=profile.plain_model)
     if method == "Non-DP": return values | dict(accounting="none")
-    noise, values = cached(_plain_noise, runs)(profile.private_plan, target_epsilon, profile.delta), values | _rate(method)
-    return values | dict(clip_rule="flat", expected_batch_size=profile.private_batch_size, accounting="certified", target_epsilon=target_epsilon, noise_multiplier=noise)
+    noise, values = cached(_plain_noise, runs)(profile.private_plan, target_epsilon,
+        profile.delta), values | _rate(method)
+    return values | dict(clip_rule="flat", expected_batch_size=profile.private_batch_size,
+                         accounting="certified", target_epsilon=target_epsilon,
+                         noise_multiplier=noise)
 
 def layer_specs(
     profile:LayerProfile, # Sizes
@@ -222,13 +270,18 @@ def layer_specs(
     for method in methods:
         if _known(method, LAYER_METHODS) in PLAIN and profile.plain_model is None: continue
         if method in PRINTED: values = printed_values(profile, method)
-        else: values = (real_values if method in REAL else _plain_values)(profile, method, target_epsilon=target, runs=runs)
+        else:
+            values = (real_values if method in REAL else _plain_values)(profile, method,
+                target_epsilon=target, runs=runs)
         specs += [run_spec(**values, seed=seed) for seed in range(profile.seeds)]
     return specs
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #46c53056
-SWEEPS = {"width": (10, 20, 40, 50, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5), "dropout_before": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)} # Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
-_FIELD = {"width": "layer_width", "clip": "layer_clip", "dropout": "layer_dropout", "dropout_before": "layer_dropout", "bound_ratio": "layer_bound_ratio"}
+# Figures 11 and 13; Section 4.3.2; Section 4.3.3; Figures 8, 9 and 14
+SWEEPS = {"width": (10, 20, 40, 50, 60, 100), "clip": (.1, .2, .5, 1.), "dropout": (0., .2, .5),
+          "dropout_before": (0., .2, .5), "bound_ratio": (.02, .05, .1, .2)}
+_FIELD = {"width": "layer_width", "clip": "layer_clip", "dropout": "layer_dropout",
+          "dropout_before": "layer_dropout", "bound_ratio": "layer_bound_ratio"}
 
 def sweep_specs(
     profile:LayerProfile, # Sizes
@@ -238,9 +291,15 @@ def sweep_specs(
     values:Iterable|None=None, # Other values than those of `SWEEPS`
 )->dict: # Value to RunSpecs, one a seed
     "The runs of a figure: as printed, one thing varied."
-    if name not in SWEEPS: raise ValueError(f"name must be one of {', '.join(SWEEPS)}, got name={name!r}")
-    if name == "width" and "resnet" in profile.model: raise ValueError(f"name must not be width for a ResNet, whose rows have the width of its last stage, got model={profile.model!r}")
+    if name not in SWEEPS:
+        raise ValueError(f"name must be one of {', '.join(SWEEPS)}, got name={name!r}")
+    if name == "width" and "resnet" in profile.model:
+        raise ValueError("name must not be width for a ResNet, whose rows have the width of its "
+                         f"last stage, got model={profile.model!r}")
     method = list(PRINTED)[2 if moving or name == "bound_ratio" else 0]
     place = {"layer_dropout_position": "before"} if name == "dropout_before" else {}
-    def changes(value): return {} if value == 0 and "dropout" in name else {_FIELD[name]: value} | place
-    return {value: [run_spec(**printed_values(profile, method, **changes(value)), seed=seed) for seed in range(profile.seeds)] for value in (SWEEPS[name] if values is None else values)}
+    def changes(value):
+        return {} if value == 0 and "dropout" in name else {_FIELD[name]: value} | place
+    return {value: [run_spec(**printed_values(profile, method, **changes(value)), seed=seed)
+                    for seed in range(profile.seeds)] for value in (SWEEPS[name] if values is None
+                        else values)}

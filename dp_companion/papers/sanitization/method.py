@@ -41,8 +41,10 @@ class SanitizationMethod(Method):
         "The rows that a run releases of one record; ReLU below makes them nonnegative."
         if self.layer_below is None: return None
         return RowRelease(width=self.layer_width, noise_multiplier=self.layer_noise_multiplier,
-                          releases=self.layer_releases or plan.epochs, dropout=self.layer_dropout or 0.,
-                          dropout_position=self.layer_dropout_position or "after", rows="nonnegative")
+                          releases=self.layer_releases or plan.epochs, dropout=self.layer_dropout
+                          or 0.,
+                          dropout_position=self.layer_dropout_position or "after",
+                          rows="nonnegative")
     def gradient_events(self,
         plan:PoissonPlan, # The sampling of the run
     )->tuple[MechanismEvent,...]: # Empty without DP-SGD
@@ -52,7 +54,8 @@ class SanitizationMethod(Method):
         rows = self.release(plan)
         return (row_events(rows) if rows else ()) + self.gradient_events(plan)
     def trainer(self):
-        from dp_companion.papers.sanitization.run import sanitization_run # It imports this room's records
+        # It imports this room's records
+        from dp_companion.papers.sanitization.run import sanitization_run
         return sanitization_run
 
 # %% ../../../nbs/papers/sanitization/method.ipynb #23165603
@@ -65,9 +68,11 @@ def claim(self:SanitizationMethod,
     delta:float, # Target delta, in (0, 1)
 )->RowsClaim|None: # None without privacy
     "The paper's formula for the rows; RDP for DP-SGD alone."
-    if self.layer_below is not None: return claimed_rows(self.release(plan), plan, delta=delta, below=self.layer_below)
+    if self.layer_below is not None:
+        return claimed_rows(self.release(plan), plan, delta=delta, below=self.layer_below)
     events = self.gradient_events(plan)
-    return RowsClaim(rdp_to_epsilon(rdp_of_events(events), delta=delta).epsilon, ()) if events else None
+    return RowsClaim(rdp_to_epsilon(rdp_of_events(events), delta=delta).epsilon,
+                     ()) if events else None
 
 @patch
 def check(self:SanitizationMethod,
@@ -106,7 +111,8 @@ def _check_dropout(method):
     is_share = isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p < 1
     require(p is None or is_share, "layer_dropout", "in [0, 1)", p)
     is_legal = position is None or (position == "before" and p)
-    require(is_legal, "layer_dropout_position", "None, or before with a layer_dropout > 0", position)
+    require(is_legal, "layer_dropout_position", "None, or before with a layer_dropout > 0",
+            position)
 
 def _check_flag(method, spec):
     window, limit = method.stop_window, method.stop_limit
@@ -115,4 +121,5 @@ def _check_flag(method, spec):
     if window is None: return
     longest = spec.epochs - (method.layer_bound_ratio is not None)
     is_legal = isinstance(window, int) and 2 <= window <= longest
-    require(is_legal, "stop_window", f"from 2 to {longest} for a run of {spec.epochs} epochs", window)
+    require(is_legal, "stop_window", f"from 2 to {longest} for a run of {spec.epochs} epochs",
+            window)

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
-from dp_companion.papers.sanitization.early_stopping import (Flag, ReleasedStd, SlopeFlag, TrendFlag,
+from dp_companion.papers.sanitization.early_stopping import (Flag, ReleasedStd, SlopeFlag,
+    TrendFlag,
     follow_weights)
 from ...algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
     random_below, sanitization_cnn, sanitization_resnet18)

@@ -230,7 +230,8 @@ def follows(self:Sweeps,
 ): # An iterator of sentences
     "Sentences made from the numbers of one data set."
     for sweep in self.asked[name]:
-        full, said = self.sizes[name].seeds, _SWEEP_NAMES[sweep][0].upper() + _SWEEP_NAMES[sweep][1:]
+        full, said = self.sizes[name].seeds, _SWEEP_NAMES[sweep][0].upper() + _SWEEP_NAMES[sweep][
+            1:]
         t = self.table(name, sweep).query("seeds == @full")
         if len(t) < 2:
             yield f"{said}: fewer than two values have all {full} seeds yet, and nothing follows."
