@@ -27,14 +27,14 @@ def group_norm_resnet18():
 
 
 def small_image_resnet18(build=group_norm_resnet18):
-    "The same as it is used at 32x32: a first convolution of 3x3 that keeps every position, and no pooling after it."
+    "The same as used at 32x32: a first 3x3 convolution that keeps every position, and no pooling."
     model = build()
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model
 
 
 def opacus_resnet18():
-    "torchvision's ResNet-18 with residual additions out of place and activations not shared, without which Opacus's backward hooks raise."
+    "torchvision's ResNet-18 without in-place additions or shared ReLUs: Opacus's hooks raise."
     from torchvision.models.resnet import BasicBlock
 
     class OutOfPlace(BasicBlock):

@@ -1,4 +1,4 @@
-"The committed records of real data are what today's grids and calibrations ask for, and the index lists them all."
+"Committed records of real data are what the grids and calibrations ask for; the index lists all."
 from collections import Counter
 
 import pytest
@@ -9,7 +9,9 @@ from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
 from dp_companion.papers.sad.grid import SAD_PROFILES
 from dp_companion.training.multipliers import calibration_key, first_multiplier
 from dp_companion.papers.adaptive_noise.method import shared_with_loss
-from dp_companion.papers.sanitization.grid import LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
+from dp_companion.papers.sanitization.grid import (
+    LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
+)
 from dp_companion.papers.results import index_text, read_records, result_path, slug
 from dp_companion.training.records import read_record
 

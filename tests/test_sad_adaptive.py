@@ -1,4 +1,4 @@
-"Runs of papers sad and adaptive_noise: what is applied is what is certified, a filter is never passed, a killed run ends the same."
+"Runs of sad and adaptive_noise: certified as applied, filters hold, killed runs end the same."
 import math
 from dataclasses import replace
 
@@ -11,7 +11,9 @@ from opacus.accountants.analysis.rdp import compute_rdp
 
 import dp_companion.training.run as one_run
 import dp_companion.training.training as training
-from dp_companion.papers.adaptive_noise.following import BatchClip, BatchStep, FollowingNoise, following_state, load_following
+from dp_companion.papers.adaptive_noise.following import (
+    BatchClip, BatchStep, FollowingNoise, following_state, load_following
+)
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan
@@ -191,7 +193,7 @@ def test_a_killed_run_ends_the_same(tmp_path, monkeypatch, values):
 # Algorithm 4.1
 
 def test_the_printed_algorithm_is_as_private_as_twice_its_bound_says():
-    "Worst neighbours, one step: means differ by 2C, noise is noise_multiplier times 2C, so the attacker's mu is 1/noise_multiplier."
+    "Worst neighbours, one step: mean gap 2C, noise 2C*noise_multiplier, mu 1/noise_multiplier."
     model = torch.nn.Linear(1, 1, bias=False)
     step = BatchStep(model, torch.optim.SGD(model.parameters(), lr=0.),
                      clip_rule=BatchClip(max_grad_norm=.7), generator=torch.Generator().manual_seed(
@@ -265,5 +267,6 @@ def test_a_run_does_not_go_on_with_data_of_another_size(digits):
     fewer = replace(digits, train_images=digits.train_images[:-30],
                     train_labels=digits.train_labels[:-30])
     with pytest.raises(ValueError, match="dataset_size must be the checkpoint's "
-                       f"{len(digits.train_labels)}, got dataset_size={len(digits.train_labels)-30}"):
+                       f"{len(digits.train_labels)}, "
+                       f"got dataset_size={len(digits.train_labels)-30}"):
         Run(spec_of(SAD), fewer).load(Run(spec_of(SAD), digits).state())

@@ -1,4 +1,4 @@
-"Sanitization: what is released and what it costs, the layer in any network, flags on released values, and the attack below the layer."
+"Sanitization: releases and their cost, the layer, flags on released values, the attack below it."
 import copy
 import json
 import math
@@ -313,7 +313,8 @@ def test_weights_that_learned_and_were_frozen_later_are_not_certified():
     saved.load_state_dict(late.state_dict())
     for one in (late, copy.deepcopy(late), saved):
         assert model_report(one, plan,
-                            delta=1e-5).case == "weights below trained on raw features, rows released 2 times"
+                            delta=1e-5).case == (
+            "weights below trained on raw features, rows released 2 times")
         assert model_report(one, plan, delta=1e-5).certified == {}
         assert model_report(one, plan, delta=1e-5,
             below="public").case == "weights below from public data, rows released 2 times"

@@ -173,7 +173,7 @@ class CountingRule(ClipRule):
         groups:Tensor|None=None, # (batch,) labels, where `needs_groups`
         *,
         expected_batch_size:int, # b, public
-        generator:torch.Generator|GaussianNoise, # Where the counts' noise comes from: a seed, or a secure source
+        generator:torch.Generator|GaussianNoise, # The counts' noise: a seed or a secure source
     )->ClipRule:
         "The rule after one noisy look at this step's norms."
         noisy = noisy_counts(self.counts(norms, groups), self.count_noise, generator)
@@ -183,14 +183,14 @@ class CountingRule(ClipRule):
         sample_rate:float, # q of the Poisson batches
         steps:int, # How many steps count
     )->tuple[MechanismEvent,...]:
-        "The counts as an event, to be named in a record; composed beside the gradient it is no upper bound."
+        "The counts as an event for a record; composed with the gradient's it is no upper bound."
         return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate,
                                steps=steps, query=self.count_query),)
 
     def joint_events(self,
         gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
     )->tuple[MechanismEvent,...]: # What an accountant must see
-        "Gradient events with the counts of the same batches taken in (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
+        "Gradient events joined with the counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
         return tuple(joint_event(event, self.count_noise, self.count_query)
                      for event in gradient_events)
 
@@ -202,14 +202,14 @@ def moved_threshold(
     threshold_rate:float, # eta_z; in (0, 1)
     share:float, # b~, the noisy count over the public batch size
 )->float: # The next z
-    "The threshold after one noisy count, z*exp(b~ - eta_z) (Esipova et al. 2022, arXiv 2206.07737)."
+    "Threshold after one noisy count, z*exp(b~ - eta_z) (Esipova et al. 2022, arXiv 2206.07737)."
     log_z = math.log(z) - threshold_rate + share
     return math.exp(min(max(log_z, -_LOG_STRICT_LIMIT), _LOG_STRICT_LIMIT))
 
 # %% ../../nbs/algorithms/clipping.ipynb #47a0ab92
 @dataclass(frozen=True, kw_only=True)
 class GlobalAdapt(Global, CountingRule):
-    "Global scaling that clips above z, and moves z by a noisy count (Esipova et al. 2022, arXiv 2206.07737)."
+    "Global scaling, clips above z; a noisy count moves z (Esipova et al. 2022, arXiv 2206.07737)."
     # z now, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
     strict_max_grad_norm: float = 10.
     # tau, norms above tau*z are counted; in (0, 1e30); the authors' script
@@ -257,7 +257,7 @@ class GlobalAdaptV2(Global):
 # %% ../../nbs/algorithms/clipping.ipynb #56cfdf8f
 @dataclass(frozen=True, kw_only=True)
 class GroupAdaptive(CountingRule):
-    "Flat clipping with a bound per group that follows noisy counts, DP-F (Xu et al. 2021, arXiv 2003.03699)."
+    "Flat clipping, bounds per group from noisy counts, DP-F (Xu et al. 2021, arXiv 2003.03699)."
     # K, public; >= 1; max_grad_norm is below 1e30/(1 + K), since a bound may grow to (1 + K)*C0
     num_groups: int
     group_bounds: tuple[float,...] = () # C_k now, for every group; empty starts at 2*C0
@@ -303,7 +303,7 @@ def counts(self:GroupAdaptive,
     norms:Tensor, # (batch,)
     groups:Tensor|None=None, # (batch,) labels 0..K-1
 )->Tensor: # (2K,) exact, private: above C0 per group, then the rest
-    "How many samples of each group exceed C0, and how many do not; one record changes one entry by 1."
+    "Per group, samples above C0 and samples not above; one record changes one entry by 1."
     member = torch.nn.functional.one_hot(self._labels(groups), self.num_groups)
     exceeds = (norms.double() > self.max_grad_norm)[:, None]
     return torch.cat([(member*exceeds).sum(0), (member*~exceeds).sum(0)])

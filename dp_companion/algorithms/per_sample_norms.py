@@ -54,7 +54,7 @@ class Part:
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #2b2e1d15
 @dataclass(frozen=True, eq=False)
 class LatePart:
-    "One parameter whose per-sample gradients are formed when all other norms are known, a few samples at a time."
+    "Per-sample gradients of one parameter, formed a few at a time once all other norms are known."
     parameter:str # Its name inside the layer
     elements:int # n, of one sample's gradient
     rows:tuple # Tensors with the batch first
@@ -102,7 +102,7 @@ def _matrix_part(
     a:Tensor, b:Tensor, # (batch, ...) what it is formed of
     form:Callable, # form(a, b): (samples, n)
 ): # A Part, or a LatePart
-    "A weight's per-sample gradients: held where they are no larger than what they are formed of, else formed late."
+    "A weight's per-sample gradients: held if no larger than their factors, else formed late."
     late = LatePart("weight", elements, (a, b), form)
     return late.formed(slice(None)) if elements<=a[0].numel()+b[0].numel() else late
 
@@ -114,7 +114,7 @@ def pieces(
     batch:int, # Its samples
     freed:int=0, # Numbers that the backward pass held, and that nobody holds any more
 )->list: # Slices of the batch; one where nothing is late
-    "As many samples at once as have room for their gradients in what was freed, or in a quarter of what they are formed of."
+    "As many samples at once as fit in the freed memory, or in a quarter of their factors' size."
     late = [part for part in parts if isinstance(part, LatePart)]
     if not late: return [slice(None)]
     room = max(freed, sum(x.numel() for part in late for x in part.rows)//4,
@@ -125,7 +125,7 @@ def pieces(
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #0871653e
 def _add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
-    "Add the sum of scales_i b_it a_it' over samples and positions; a (batch, T, in), b (batch, T, out)."
+    "Add sum of scales_i b_it a_it' over samples, positions; a (batch, T, in), b (batch, T, out)."
     weighted = b*scales.view(-1, 1, 1)
     slot.flat.view(b.shape[-1], -1).addmm_(weighted.reshape(-1, b.shape[-1]).T,
                                            a.reshape(-1, a.shape[-1]))
@@ -232,7 +232,7 @@ def _padded_again(layer, a, frame:Tensor|None)->Tensor:
 
 # (samples*groups, T, D) each, all in one memory
 def _patches_in_turn(layer, slots, a, b, samples:int):
-    "Patches of a few samples after another, features in the order of the weight's memory, in the layout that is cheaper to copy."
+    "Patches of a few samples at a time, in the weight's feature order and the cheaper layout."
     # A kernel of one position has both layouts
     is_last = slots["weight"].channels_last or (layer.kernel_size==(1, 1) and not a.is_contiguous())
     positions, frame, room = b[0, 0].numel(), None, None
@@ -249,7 +249,7 @@ def _patches_in_turn(layer, slots, a, b, samples:int):
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #88361ea0
 def pixels(layer, x)->Tensor: # (batch*groups, T, channels/groups)
-    "Inputs, or output gradients, with the positions first, one block for each group; a view where it can be."
+    "Inputs or output gradients, positions first, one block per group; a view where possible."
     return x.flatten(2).unflatten(1, (layer.groups, -1)).flatten(0, 1).transpose(1, 2)
 
 def _patch_elements(layer, b)->int:
@@ -293,7 +293,7 @@ def _add_patches(layer, slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #b5718be3
 def weight_matrices(layer, slots, a, b)->Tensor: # (batch, n)
-    "Per-sample gradients as products of output gradients and patches, the patches of a few samples at a time."
+    "Per-sample gradients as output gradients times patches, a few samples' patches at a time."
     n, g, channels = len(b), layer.groups, b.shape[1]//layer.groups
     matrices = b.new_empty(n*g, channels, slots["weight"].flat.numel()//b.shape[1])
     chunk = _samples_at_once(_patch_elements(layer, b), b.element_size())
@@ -315,7 +315,7 @@ def _conv_matrices(layer, slots, a, b):
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #9a7f2aeb
 def _grouped_matrices(layer, slots, a, b)->Tensor: # (batch, n)
-    "Per-sample gradients from one convolution in which every sample is a group (Rochette et al. 2019)."
+    "Per-sample gradients from one convolution, one group per sample (Rochette et al. 2019)."
     x, shape = padded(layer, a).contiguous(), slots["weight"].shaped.shape
     like = b.new_empty(1).expand(len(b)*shape[0], *shape[1:])
     found = _weight_gradient(layer, x.view(1, -1, *x.shape[2:]), b.reshape(1, -1, *b.shape[2:]),
@@ -329,11 +329,11 @@ def _conv_grouped(layer, slots, a, b):
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #82054adb
 def seen(k:int, dilation:int, stride:int, size:int)->slice:
-    "The input positions that the k-th entry of one kernel dimension meets, one for each of `size` output positions."
+    "Input positions that entry k of a kernel dimension meets, one per each of `size` outputs."
     return slice(k*dilation, k*dilation + stride*(size-1) + 1, stride)
 
 def _pixel_grams(layer, x, height:int, width:int)->Tensor: # (batch*groups, T, T) float64
-    "Gram matrices of the patches of a padded input as sums of those of its pixels (@eq-pixels), over the kernel's width and then its height."
+    "Patch Gram matrices summed from a padded input's pixel ones (@eq-pixels), width before height."
     (kh, kw), (dh, dw), (sh, sw), sides = (layer.kernel_size, layer.dilation, layer.stride,
                                            x.shape[2:])
     grams = gram(pixels(layer, x)).view(-1, *sides, *sides)
@@ -358,7 +358,7 @@ def _conv_gram_squares(layer, a, b)->Tensor: # (batch,)
         -1).sum(1)
 
 def _conv_gram(layer, slots, a, b, add=_add_convolution):
-    "Gram matrices of a few samples at a time, then one ordinary weight gradient, or what else `add` does."
+    "Gram matrices of a few samples at a time, then one ordinary weight gradient or `add`."
     # Of one sample: pixels, and Gram matrices of pixels and of patches
     elements = a[0].numel() + a[0, 0].numel()**2 + b[0, 0].numel()**2
     chunk = _samples_at_once(elements, torch.float64.itemsize)
@@ -391,7 +391,7 @@ def _grouped_norm(layer, a, b, groups:int):
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f460f0a6
 def group_norm(layer, slots, a, b): return _grouped_norm(layer, a, b, layer.num_groups)
 def _instance_norm(layer, slots, a, b):
-    "Every channel is a group; in evaluation mode statistics that were kept take the place of the sample's."
+    "One group per channel; in evaluation mode, running statistics replace the sample's."
     if layer.training or not layer.track_running_stats:
         return _grouped_norm(layer, a, b, layer.num_features)
     normal = F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
@@ -430,7 +430,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @contextmanager
 def _kept_attributes(block:nn.Module):
-    "What the modules of a block keep as attributes, or in lists, sets and dicts there, is afterwards as before."
+    "Restore the attributes of the block's modules on exit, with their lists, sets and dicts."
     kept = [(module, dict(vars(module))) for module in block.modules()]
     for module, state in kept:
         vars(module).update({name: copy.copy(x) for name, x in state.items()
@@ -443,7 +443,7 @@ def _kept_attributes(block:nn.Module):
 
 @contextmanager
 def _without_hooks(block:nn.Module):
-    "Without its own hooks, which have acted on the recorded input and output already, and cut from the graph."
+    "Off the graph, without the block's hooks: they already acted on the recorded input and output."
     with _kept_attributes(block):
         for name in _HOOKS:
             vars(block)[name] = OrderedDict()
@@ -517,7 +517,9 @@ def opacus_rows(layer, slots, a, b):
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #049f4d9d
 HELD_BYTES = 1<<28 # Largest gradient of one sample where Gram matrices would do
 
-KERNELS = { # Kind of layer -> name -> kernel: of a layer, its slots by parameter name, its input a (batch, ...) and the gradient b (batch, ...) at its output it makes the Parts
+# Kind of layer -> name -> kernel. A kernel takes a layer, its slots by parameter name, its input a
+# (batch, ...) and its output gradient b (batch, ...), and makes the Parts
+KERNELS = {
     nn.Linear: dict(rank_one=_linear_rank_one, gram=_linear_gram, matrices=_linear_matrices),
     nn.Conv2d: dict(matrices=_conv_matrices, grouped=_conv_grouped, gram=_conv_gram,
                     gram_product=_conv_gram_product),

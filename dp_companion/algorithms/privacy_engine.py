@@ -35,7 +35,7 @@ from ..budgets.schedules import Constant, PoissonPlan, Schedule, _real, _word
 # %% ../../nbs/algorithms/privacy_engine.ipynb #01bb02f0
 _PLAIN_LOSS = ("one backward pass is enough here, so leave out grad_sample_mode and criterion, "
     "and call loss.backward() on the ordinary loss")
-_ONLY = { # An option of Opacus -> the value that is possible here, and what to do instead of another
+_ONLY = { # An Opacus option -> the value possible here, and what to do instead of another
     "poisson_sampling": (True, "the accountant certifies Poisson batches, "
         "and for shuffled ones epsilon may be several times larger"),
     "batch_first": (True, "put the batch in front"),

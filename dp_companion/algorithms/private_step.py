@@ -120,7 +120,7 @@ class PrivateStep:
         clip_rule, # A ClipRule
         expected_batch_size:int, # b, public, of the logical batch
         noise_multiplier:float|None=None, # sigma where a call gives none
-        generator:torch.Generator|None=None, # Seed of the noise, for experiments; None: seeded by torch now
+        generator:torch.Generator|None=None, # Seeds noise in experiments; None: torch seeds it now
         secure_noise:bool=False, # Noise from the operating system's randomness, for release
         kernels:dict|None=None, # Layer name -> kernel, from an earlier run's `kernels`
         max_physical_batch_size:int|None=None, # Larger batches are run in pieces

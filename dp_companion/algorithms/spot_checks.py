@@ -200,7 +200,7 @@ class UnchangedState:
 
     @contextmanager
     def held(self,
-        thorough:bool=True, # Whether to compare frozen parameters by value, and look for new buffers
+        thorough:bool=True, # Whether to compare frozen parameters by value and look for new buffers
     ):
         "Let nothing that is not trained change inside, not even where what is inside fails."
         if thorough:

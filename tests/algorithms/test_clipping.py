@@ -1,4 +1,4 @@
-"Clipping rules: the sensitivity for every norm and every legal constant, the formulas from outside, the noisy counts and their budget."
+"Clipping rules: sensitivity at every norm and constant, formulas, noisy counts and their budget."
 import json
 import math
 from dataclasses import asdict, replace

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_companion import PrivacyEngine
 from dp_companion.algorithms import book_keeping, per_sample_norms, spot_checks
-from dp_companion.algorithms.clipping import PSAC, AutoS, ClipRule, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
+from dp_companion.algorithms.clipping import (
+    PSAC, AutoS, ClipRule, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
+)
 from dp_companion.algorithms.gradient_recorder import per_sample_losses
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.private_step import PrivateStep
@@ -188,7 +190,7 @@ def test_the_step_takes_any_memory_format(layout):
 
 @pytest.mark.slow
 def test_secure_noise_is_no_slower():
-    "Than seeded noise; which of two libraries draws faster depends on the processor, and the page of noise shows it."
+    "Than seeded noise. Which library draws faster depends on the processor; see the noise page."
     # as many values as the MNIST CNN has weights
     sources, buffer, times = (GaussianNoise(secure=True),
                               GaussianNoise(generator=seeded())), torch.empty(431_080), ([], [])
@@ -219,7 +221,7 @@ def test_every_kernel_gives_the_same_step(kernel, layout):
     (1, 16, 2, 2), (1, 4, 1, 1), (3, 16, 1, 1), (3, 16, 2, 2)])
 @pytest.mark.parametrize("last", ["neither", "input", "both"])
 def test_patches_in_either_layout_of_input_and_weight(last, kernel, channels, groups, stride):
-    "A kernel of one position has both layouts at once, whatever its input has; a larger one does not."
+    "A kernel of one position has both layouts at once for any input; a larger one does not."
     torch.manual_seed(0)
     x, y = torch.randn(6, channels, 8, 6, dtype=torch.float64), torch.arange(6)
     model = nn.Sequential(nn.Conv2d(channels, 8, kernel, stride=stride, groups=groups), nn.Tanh(),
@@ -248,7 +250,7 @@ def test_pinned_kernels_repeat_to_the_bit():
 
 
 def test_noise_has_the_scheduled_scale_step_by_step():
-    "On a batch whose scaled sum is known, what is left is noise at the scale of that step, and of no other."
+    "With the exact scaled sum known, what is left is noise at that step's scale and no other."
     x, y = batch(digits_cnn, 6, dtype=torch.float64)
     rule = AutoS(max_grad_norm=.7)
     exact = step_for(network(digits_cnn, torch.float64), clip_rule=rule)
@@ -536,7 +538,7 @@ class Pulled(nn.Module):
 
 
 def cancelling(kind, seed):
-    "A layer, the shape of its input, and output gradients that sum to nearly nothing over positions."
+    "A layer, its input shape, and output gradients that nearly cancel over positions."
     layer, shape, across = (nn.Linear(6, 4), (20, 6), 1) if kind == "linear" else (nn.Conv2d(2, 3,
         3), (2, 7, 7), (2, 3))
     way = torch.randn(layer(torch.zeros(1, *shape)).shape, generator=seeded(seed))
@@ -593,7 +595,7 @@ def test_the_step_needs_little_more_memory_than_an_ordinary_one(root, row):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    "Late gradients get no room that was freed, so that a small batch too is formed in several pieces."
+    "Late gradients get no freed memory, so that even a small batch is formed in several pieces."
     monkeypatch.setattr(book_keeping, "pieces", lambda parts, batch,
                         freed=0: per_sample_norms.pieces(parts, batch))
 
@@ -667,7 +669,7 @@ def test_a_rule_that_lets_samples_meet_is_refused():
 
 
 def test_a_rule_with_groups_sees_each_sample_with_its_own(small_pieces):
-    "Late gradients come a few at a time; DP-F, which counts first, has them all at once, and once it has counted, a few at a time."
+    "Late gradients come a few at a time; DP-F takes all to count, then a few at a time."
     x, y = batch(digits_cnn, 11, dtype=torch.float64)
     rule = GroupAdaptive(num_groups=10, count_noise=1., group_bounds=tuple(.1 + .1*k
         for k in range(10)))
@@ -899,7 +901,7 @@ def test_groups_must_fit_the_batch():
 @pytest.mark.parametrize("size", [1e-22, 1e-25])
 @pytest.mark.parametrize("positions", [False, True])
 def test_vanished_gradients_are_not_amplified(size, positions):
-    "Squares of single precision are lost below 1e-22: a norm of zero would be scaled by c0/z, which may be anything."
+    "Single-precision squares vanish below 1e-22; a zero norm would get c0/z, of any size."
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     before = [p.detach().clone() for p in model.parameters()]
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=1.),
@@ -1057,7 +1059,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("way", ["step", "loop"])
 @pytest.mark.parametrize("kind", ["positions", "instance norm", "part", "turned"])
 def test_an_output_that_is_a_view_may_be_changed_in_place(kind, way):
-    "A linear layer's output for positions is one; its way back is another then. Three passes are looked at, the fourth is not."
+    "A linear layer's output at positions is a view. Three passes are checked, the fourth is not."
     x, y = torch.randn(8, 5, 6, generator=seeded(), dtype=torch.float64), torch.arange(8)%3
     torch.manual_seed(0)
     model = InPlace({"positions": lambda: nn.Linear(6, 8),

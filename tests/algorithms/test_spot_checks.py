@@ -1,4 +1,4 @@
-"Models and loops whose samples would pass their bound without an error: each is refused, by the private step and in a training loop."
+"Models and loops whose samples silently pass their bound: the step and training loops refuse each."
 import copy
 import enum
 import io
@@ -184,7 +184,7 @@ def moved(build, x, y, k, *, steps=1, change=lambda model, t: None, C=.01, **opt
 
 @pytest.mark.parametrize("kernel", ["matrices", "grouped", "gram", "gram_product", "opacus"])
 def test_a_convolution_s_padding_is_what_it_is_now(kernel):
-    "As where a network is rebuilt for dilations: a record in the corner that is no longer padded moved the sum by 125 bounds."
+    "As when networks are rebuilt for dilation: an unpadded corner moved the sum by 125 bounds."
     def build():
         layer = nn.Conv2d(1, 4, 3, padding=4)
         layer.padding = (0, 0)
@@ -517,7 +517,7 @@ SIZES = {"clamped": lambda g: g.clamp(-1e-3, 1e-3),
 @WAYS
 @pytest.mark.parametrize("size", SIZES)
 def test_a_backward_pass_may_go_by_size(way, size):
-    "What came out is clipped; ghost clipping, whose scales go through a second pass, would not keep them."
+    "The resulting gradient is clipped; ghost clipping's second pass would break the bound."
     assert one_step(hooked(SIZES[size])(), way, *data()).norm() <= N*(1+1e-9)
 
 
@@ -571,7 +571,7 @@ def test_a_layer_that_runs_again_in_the_backward_pass_is_refused(way):
 @WAYS
 @pytest.mark.parametrize("draw", ["torch", "NumPy", "Python"])
 def test_rows_that_meet_by_chance_are_refused_whoever_draws(way, draw):
-    "Mixup with a share of NumPy's, as its authors have it: a pass that cannot be repeated would say nothing."
+    "Mixup with NumPy's draw, as in its authors' code: an unrepeatable pass would prove nothing."
     shares = {"torch": lambda: torch.rand(()).item(), "NumPy": lambda: np.random.beta(1., 1.),
               "Python": random.random}
     def mixed(model, x):
@@ -816,7 +816,9 @@ class Remembering(nn.Module):
     class Mode(enum.IntEnum): A = 1
     def __init__(self):
         super().__init__()
-        self.scale, self.last, self.made, self.history, self.rows, self.mode, self.activations = nn.Parameter(torch.ones(5)), nn.Linear(5, 3), {}, [], 0, self.Mode.A, [torch.tanh]
+        (self.scale, self.last, self.made, self.history, self.rows, self.mode,
+         self.activations) = (nn.Parameter(torch.ones(5)), nn.Linear(5, 3), {}, [], 0,
+                              self.Mode.A, [torch.tanh])
     def forward(self, x):
         self.rows = len(x)
         self.history.append(x.detach())

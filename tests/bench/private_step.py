@@ -1,7 +1,10 @@
-"""Time of one private step over one ordinary step: `python tests/bench/private_step.py [--rows mnist,cifar,resnet] [--steps 30]`.
+"""Time of one private step over one ordinary step.
 
-One process, two threads, the variants taken in turn, medians after warm-up; noise and optimizer step included; the C library's
-memory is kept in the process for all variants unless --default-memory is given.
+`python tests/bench/private_step.py [--rows mnist,cifar,resnet] [--steps 30]`
+
+One process, two threads, the variants taken in turn, medians after warm-up; noise and optimizer
+step included; the C library's memory is kept in the process for all variants unless
+--default-memory is given.
 """
 import argparse
 import copy
@@ -22,7 +25,10 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from networks import batch, cifar_cnn, group_norm_resnet18, mnist_cnn, opacus_resnet18, opacus_small_image_resnet18, small_image_resnet18
+from networks import (
+    batch, cifar_cnn, group_norm_resnet18, mnist_cnn, opacus_resnet18, opacus_small_image_resnet18,
+    small_image_resnet18
+)
 from dp_companion.algorithms.clipping import Flat
 from dp_companion.algorithms.private_step import PrivateStep, keep_freed_memory
 from dp_companion.files import write_whole
@@ -127,7 +133,7 @@ def row(name, repeats, only):
 
 
 def peak_memory(variant, build, size):
-    "Largest sum of live tensor bytes over a network's first steps, parameters, gradients and batch included."
+    "Peak sum of live tensor bytes over the first steps: parameters, gradients and batch included."
     torch.set_num_threads(2)
     with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
         step = {"ordinary": ordinary, "book": book}[variant](build(), *batch(build, size))
@@ -151,7 +157,7 @@ def processor():
 
 
 def rates():
-    "Billions of operations a second in one large product of matrices and in one convolution with as many: on some processors the library knows faster instructions for the one than for the other."
+    "Billions of operations a second in a matrix product and an equal convolution; they can differ."
     x, w, a, b = torch.randn(32, 64, 32, 32), torch.randn(64, 64, 3, 3), torch.randn(64,
         32*1024), torch.randn(32*1024, 576)
     with torch.no_grad():

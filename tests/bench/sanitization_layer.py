@@ -1,6 +1,10 @@
-"""What the sanitization layer adds to a training step: `python tests/bench/sanitization_layer.py [--json results/bench/sanitization_layer.json]`.
+"""What the sanitization layer adds to the time of a training step.
 
-The median time of the layer alone, forward and backward on a batch's features, over the median step of the network without it, in one process on one thread, in processor time. Two steps that differ by the layer alone are no measure of it: steps of one network differ by more.
+`python tests/bench/sanitization_layer.py [--json results/bench/sanitization_layer.json]`
+
+The layer's median time alone, forward and backward on a batch's features, over the median step of
+the network without it: one process, one thread, processor time. Comparing steps with and without
+the layer does not measure it: steps of one network differ by more.
 """
 import argparse
 import json
@@ -13,7 +17,9 @@ import torch
 from torch import nn
 
 from dp_companion.algorithms.private_step import keep_freed_memory
-from dp_companion.algorithms.sanitization import SanitizationLayer, sanitization_cnn, sanitization_resnet18
+from dp_companion.algorithms.sanitization import (
+    SanitizationLayer, sanitization_cnn, sanitization_resnet18
+)
 from dp_companion.files import write_whole
 
 GOAL = 1.05

@@ -1,4 +1,4 @@
-"Broken engines: each is the real code with one expression changed, and the suite of checks that a correct engine passes."
+"Broken engines, each the real code with one expression changed, and the checks that must pass."
 import inspect
 import re
 import sys
@@ -9,12 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dp_companion.algorithms import clipping, model_checks, poisson_batches, private_optimizer, private_step, spot_checks
+from dp_companion.algorithms import (
+    clipping, model_checks, poisson_batches, private_optimizer, private_step, spot_checks
+)
 from dp_companion.algorithms.book_keeping import BookKeeping, RecordedSamples
 from dp_companion.algorithms.clipping import Flat, GlobalAdapt, GroupAdaptive
 from dp_companion.algorithms.ledger import Ledger
 from dp_companion.algorithms.noise import GaussianNoise
-from dp_companion.audits.invariants import by_size, attacked_step, check_rule, check_step, relation_distance, still_buffers, unmixed_records
+from dp_companion.audits.invariants import (
+    by_size, attacked_step, check_rule, check_step, relation_distance, still_buffers,
+    unmixed_records
+)
 from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
 from dp_companion.budgets import certified
 from dp_companion.budgets.schedules import Constant, PoissonPlan
@@ -146,10 +151,21 @@ def failures(places=PLACES, seed=0):
 
 # The zoo
 
-SCALE, RECORD, SUM = "noise has its scheduled scale", "one record moves the sum by at most the sensitivity", "the divisor is public"
-QUERIES, APPLIED, POISSON = "every query is in the events", "the applied noise is the accounted one", "batches are Poisson samples"
-RAW, COUNTS, STATED = "the rule does not depend on raw norms", "counts have the noise that the rule states", "the rule lets at most its sensitivity through"
-STEP, OPTIMIZER, BATCHES = private_step.PrivateStep, private_optimizer.PrivateOptimizer, poisson_batches.PoissonBatches
+SCALE, RECORD, SUM = (
+    "noise has its scheduled scale", "one record moves the sum by at most the sensitivity",
+    "the divisor is public"
+)
+QUERIES, APPLIED, POISSON = (
+    "every query is in the events", "the applied noise is the accounted one",
+    "batches are Poisson samples"
+)
+RAW, COUNTS, STATED = (
+    "the rule does not depend on raw norms", "counts have the noise that the rule states",
+    "the rule lets at most its sensitivity through"
+)
+STEP, OPTIMIZER, BATCHES = (
+    private_step.PrivateStep, private_optimizer.PrivateOptimizer, poisson_batches.PoissonBatches
+)
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
 LATE = "training.multipliers[max(t - training.plan.steps//training.plan.epochs, 0)].item()"
 # Where the trainer does not look itself
@@ -210,7 +226,8 @@ ZOO = [
         (Patch(BATCHES, "__iter__", "self.begin_pass()", "self.begin_pass(); order = "
                "np.random.default_rng(list(self.source.key())).permutation(self.plan.dataset_size)",
                (("batch, mark = self.draw(self)", "batch, mark = "
-                 "order[_*self.plan.expected_batch_size:][:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),
+                 "order[_*self.plan.expected_batch_size:]"
+                 "[:self.plan.expected_batch_size].tolist(), self.mark(b'')"),)),)),
     Bug("fixed-size batches", "The loader draws exactly b records.", "loop", POISSON,
         (Patch(poisson_batches, "poisson_batch", "np.flatnonzero(bits < "
                "np.uint64((plan.expected_batch_size << 63)//plan.dataset_size))",
@@ -218,7 +235,10 @@ ZOO = [
     Bug("shuffled batches, trainer", "The trainer shuffles; Poisson batches are accounted.", "run",
         POISSON,
         (Patch(run, "epoch_steps", "zip(training.batches,",
-               "zip((order[t*training.plan.expected_batch_size:][:training.plan.expected_batch_size].tolist() for order in [torch.randperm(training.plan.dataset_size)] for t, batch in enumerate(training.batches)),"),)),
+               "zip((order[t*training.plan.expected_batch_size:]"
+               "[:training.plan.expected_batch_size].tolist() "
+               "for order in [torch.randperm(training.plan.dataset_size)] "
+               "for t, batch in enumerate(training.batches)),"),)),
     Bug("realised batch size", "The sum is divided by the number of samples that came.", "step",
         SUM,
         (Patch(STEP, "add_recorded", "scales/self.expected_batch_size", "scales/len(scales)"),)),
@@ -277,7 +297,8 @@ ZOO = [
         (Patch(clipping.CountingRule, "update",
                "self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)",
                "replace(self, strict_max_grad_norm=float(norms.max().clamp(min=1e-3)) if "
-               "len(norms) else self.strict_max_grad_norm) if isinstance(self, Global) else self"),)),
+               "len(norms) else self.strict_max_grad_norm) "
+               "if isinstance(self, Global) else self"),)),
     Bug("bound of raw norms", "The clipping bound is the batch's median norm.", "step", RAW,
         (Patch(STEP, "add_recorded", "self.add_noise()", "self.clip_rule = "
                "__import__('dataclasses').replace(self.clip_rule, "

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bugs import ATTACKED, BATCH_NORM, BATCH_NORM_WITHOUT_STATISTICS, NO_BUFFERS, NO_COPIES, NO_MEETING, NO_REFUSAL, PLACES, ZOO, Patch, checks_at, failures
+from bugs import (
+    ATTACKED, BATCH_NORM, BATCH_NORM_WITHOUT_STATISTICS, NO_BUFFERS, NO_COPIES, NO_MEETING,
+    NO_REFUSAL, PLACES, ZOO, Patch, checks_at, failures
+)
 from dp_companion.algorithms.clipping import Flat
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.algorithms.privacy_engine import PrivacyEngine

@@ -1,7 +1,8 @@
-"""What the private step is held against: Opacus's hooks, Opacus's ghost clipping, and a loop of batches of one.
+"""References for the private step: Opacus's hooks and ghost clipping, and batches of one.
 
-Each takes a fresh model, a loss with one number per sample, a batch and a rule from norms to scales, and gives the
-sum of the scaled gradients (n,), in the order of the trainable parameters, and the norms (batch,).
+Each takes a fresh model, a loss with one number per sample, a batch and a rule from norms to
+scales, and gives the sum of the scaled gradients (n,), in the order of the trainable parameters,
+and the norms (batch,).
 """
 import torch
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -24,7 +25,7 @@ def flat(gradients, parameters):
 
 
 def one_by_one(model, loss_fn, x, y, scale, groups=None):
-    "Ordinary differentiation of one sample after the other; those that are not finite are left out."
+    "Ordinary differentiation, one sample at a time; non-finite gradients are left out."
     parameters, rows = trainable(model), []
     for k in range(len(y)):
         loss = per_sample(loss_fn)(model(x[k:k+1]), y[k:k+1]).sum()
@@ -37,7 +38,7 @@ def one_by_one(model, loss_fn, x, y, scale, groups=None):
 
 
 def default_format(model):
-    "The model, with convolutions given the default memory format: Opacus 1.6 reads any other in the wrong order."
+    "The model, convolutions in default memory format: Opacus 1.6 reads others in a wrong order."
     def contiguous(layer, args): return tuple(x.contiguous() for x in args)
     for layer in model.modules():
         if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):

@@ -1,4 +1,4 @@
-"Runs of paper sanitization: found again, the same after a kill, counted, certified for what they release, and attacked."
+"Runs of paper sanitization: found, resumed after a kill, counted, certified and attacked."
 import math
 from dataclasses import replace
 
@@ -8,7 +8,10 @@ import torch
 from scipy.optimize import brentq
 
 from dp_companion.algorithms.noise import GaussianNoise
-from dp_companion.papers.sanitization.attacks import attack_below, attack_epoch, attack_rows, attack_step, audit_layers, certified_epoch, certified_step, claimed_there, epoch_scores, moved, row_scores, short, step_scores, worst_case
+from dp_companion.papers.sanitization.attacks import (
+    attack_below, attack_epoch, attack_rows, attack_step, audit_layers, certified_epoch,
+    certified_step, claimed_there, epoch_scores, moved, row_scores, short, step_scores, worst_case
+)
 from dp_companion.budgets.events import MechanismEvent
 from dp_companion.budgets.outputs import gaussian_delta
 from dp_companion.budgets.released_rows import RowRelease, claimed_rows, sanitization_report
@@ -18,8 +21,12 @@ from dp_companion.training.datasets import load_dataset
 from dp_companion.training.records import find_record, record_path
 from dp_companion.training.spec import run_spec
 from dp_companion.training.run import epoch_steps, step
-from dp_companion.papers.sanitization.run import SanitizedRun, build_layer, build_layered, layer_report
-from dp_companion.papers.sanitization.grid import LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
+from dp_companion.papers.sanitization.run import (
+    SanitizedRun, build_layer, build_layered, layer_report
+)
+from dp_companion.papers.sanitization.grid import (
+    LAYER_PROFILES, claim_of, layer_profile, printed_values, public_width, real_values, row_noise
+)
 from dp_companion.training.training import train
 
 SIZE = replace(layer_profile("digits"), epochs=3, windows=(2, 2), private_batch_size=200,
@@ -146,7 +153,8 @@ def test_a_row_that_is_released_twice_is_noticed_and_found_out(tmp_path, monkeyp
         return (run.layer(rows) + run.layer(rows))/2
     monkeypatch.setattr(sanitized, "released", mean_of_two)
     with pytest.raises(RuntimeError,
-                       match=f"released rows must be 3 of every record, got 3 to 3, {6*1437} in all"):
+                       match="released rows must be 3 of every record, got 3 to 3, "
+                       f"{6*1437} in all"):
         train(SPECS["Frozen"], tmp_path, DATA)
     assert attack_rows(SPECS["Frozen"]).epsilon > SPECS["Frozen"].target_epsilon
 

@@ -266,10 +266,12 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
     ("<a href='gone.html'>x</a>", "broken link"),
     ("<a href='#gone'>x</a>", "no such place"),
     ("<img src='gone.png'>", "console error Failed to load resource"),
-    ("<script src='https://cdn.example/x.js'></script>", "request to another host https://cdn.example/x.js"),
+    ("<script src='https://cdn.example/x.js'></script>",
+     "request to another host https://cdn.example/x.js"),
     ("<style>@font-face {font-family: f; src: url('http://fonts.example/f.woff')} "
      "p {font-family: f}</style><p>x</p>", "request to another host http://fonts.example"),
-    ("<script>fetch('http://127.0.0.1:9/x').catch(() => 0)</script>", "request to another host http://127.0.0.1:9/x"),
+    ("<script>fetch('http://127.0.0.1:9/x').catch(() => 0)</script>",
+     "request to another host http://127.0.0.1:9/x"),
     ("<p style='width: 900px'>x</p>", "wider than a phone"),
 ])
 def test_a_broken_page_is_caught(tmp_path, browser, html, complaint):

@@ -123,9 +123,8 @@ def test_the_sampler_of_24_bits_stays_within_the_target():
     from dp_companion.papers.results import reference_of
     grid, found = 2**24, {}
     for r in reference_of("global_adapt_v2"):
-        if r.spec.accounting == "certified" and r.spec.dataset == "mnist" and r.spec.method.name in (
-            "DP-SGD", "DP-SGD-Global-Adapt-V2-S"
-        ):
+        if (r.spec.accounting == "certified" and r.spec.dataset == "mnist"
+                and r.spec.method.name in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S")):
             found[r.spec.method.name, r.spec.target_epsilon] = r
     assert len(found) == 6
     for (_, target), r in found.items():
