@@ -134,7 +134,7 @@ def reference_of(
     dataset:str|None=None, # A key of `datasets.DATASETS`; all where None
     method:str|None=None, # As the paper's tables name it; all where None
     *,
-    folder:Path=Path("results"), # Of the reference records, from the working directory or a folder above it
+    folder:Path=Path("results"), # Of reference records, from the working directory or a parent
 )->list: # RunRecords; none where the folder is not there
     "The committed records of a paper on real data."
     places = (place/folder for place in (Path.cwd(), *Path.cwd().parents))

@@ -78,7 +78,7 @@ def group_metrics(
     labels:Tensor, # (n,) true classes
     *,
     minority:tuple=(), # Class numbers of the minority group; empty where there is none
-)->dict: # test_matthews, _precision, _recall, _accuracy_majority, _accuracy_minority; None: no group
+)->dict: # test_matthews, _precision, _recall, _accuracy_majority, _accuracy_minority; None: absent
     "Matthews correlation, mean precision and recall, and the accuracy of both groups."
     from sklearn.metrics import matthews_corrcoef, precision_score, recall_score
     true, predicted = labels.numpy(), logits.nan_to_num().argmax(1).numpy()

@@ -23,7 +23,7 @@ def _beside_counts(
     noise_multiplier:float, # Of gradient and counts together
     count_noise:float, # sigma_c, noise std of the counts
 )->float: # Of the gradient alone
-    "The gradient's multiplier beside a rule's noisy counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
+    "Gradient multiplier beside noisy counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
     if noise_multiplier < count_noise: return (noise_multiplier**-2 - count_noise**-2)**-.5
     raise ValueError(f"count_noise must be > {noise_multiplier:g}, which the target needs for all "
                      "queries together, "
@@ -35,7 +35,7 @@ _TOLERANCE = 2e-3 # Certified epsilon is under its target by about this share at
 _LEAST_SPENT = .98 # Of the target, by the grid of the final certificate
 
 def _epsilon_on(
-    times:int, # 1 for the grid of `certify`; 10 for one ten times coarser, which takes a fraction of the time
+    times:int, # 1 for the grid of `certify`; 10 for one ten times coarser and much faster
     events:tuple, # What will run
     delta:float, # Target delta, in (0, 1)
 )->float: # Upper bound (nats); `inf` where PLD fails
@@ -87,7 +87,7 @@ def _certified_initial(
     plan:PoissonPlan, # How many steps, at which sample rate
     target_epsilon:float, # epsilon (nats); > 0
     delta:float, # Target delta, in (0, 1)
-    count_noise:float|None=None, # Noise std of a rule's own count, asked at every step; None where there is none
+    count_noise:float|None=None, # Noise std of a rule's own count at every step; None: no count
 )->float: # Initial noise multiplier of the gradient
     "The initial multiplier of a schedule at which the tighter accountant certifies the target."
     def counted(event):
@@ -105,7 +105,7 @@ def first_multiplier(
     accounting:str, # One of `spec.ACCOUNTINGS`, or "filtered"
     target_epsilon:float, # The target
     delta:float, # At this delta
-    count_noise:float|None=None, # Of a rule's own counts; None where they are not counted or there are none
+    count_noise:float|None=None, # Of a rule's own counts; None if absent or not counted
 )->float: # Initial noise multiplier
     "The initial noise multiplier that `accounting` gives for the target."
     target = dict(target_epsilon=target_epsilon, delta=delta)

@@ -84,7 +84,7 @@ def report(self:RunNoise,
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveNoiseMethod(Method):
     "A method of paper adaptive_noise."
-    adapt_to:str|None=None # One of `SIGNALS`, which the noise follows; None keeps the noise constant
+    adapt_to:str|None=None # One of `SIGNALS`, which the noise follows; None keeps it constant
     noise_floor:float|None=None # Least multiplier over the initial one; in (0, 1]
     signal_noise:float|None=None # Noise std of a released loss over its bound
     rules:ClassVar[dict] = RULES | {BatchClip.name: BatchClip}

@@ -15,7 +15,7 @@ from ...training.spec import Method, require, require_given
 # %% ../../../nbs/papers/bounded_adaptive/method.ipynb #05d6be34
 @dataclass(frozen=True, kw_only=True)
 class BoundedQuantileClip(QuantileClip):
-    "Flat clipping whose bound follows a quantile of the norms, above a floor (@eq-bounded-adaptive)."
+    "Flat clipping: its bound follows a quantile of norms, above a floor (@eq-bounded-adaptive)."
     least_max_grad_norm: float = .1 # C_LB, in the unit of the norm; in (0, 1e30); public
     name: ClassVar[str] = "bounded_quantile"
 

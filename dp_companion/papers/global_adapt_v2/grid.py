@@ -93,7 +93,7 @@ COMPARED = tuple(m for m in METHODS if m not in ("Non-DP", "DP-F", CONSTANT_BOUN
 def method_style(
     method:str, # A key of `METHODS`
 )->dict: # Keyword arguments for `Axes.plot`
-    "Colour, line style and marker of a method, the same in every figure of paper `global_adapt_v2`."
+    "Colour, line style and marker of a method in every figure of paper `global_adapt_v2`."
     # A process that trains draws nothing: two seconds less to start it
     from dp_companion.figures import series
     return series(list(METHODS).index(method))

@@ -15,8 +15,8 @@ from ...training.spec import DecayingMethod, require, require_given
 @dataclass(frozen=True, kw_only=True)
 class GlobalAdaptMethod(DecayingMethod):
     "A method of paper global_adapt_v2."
-    strict_max_grad_norm:float|None=None # Initial upper clipping bound z0; None where the rule has none
-    bound_decay_rate:float|None=None # Step factor of the upper bound every `drop_every` epochs; None keeps it
+    strict_max_grad_norm:float|None=None # Initial upper clipping bound z0; None if there is none
+    bound_decay_rate:float|None=None # Upper bound's factor every `drop_every` epochs; None keeps it
     stability:float|None=None # Stability constant of the rule; None takes the rule's default
 
     def rule_values(self):

@@ -59,7 +59,7 @@ SAD_METHODS = {
 } # as its Table II names them, then the variants
 TABLE_II = tuple(SAD_METHODS)[:4]
 
-def mean_bound()->float: # Of SAD-DPSGD over a run, in bounds of the other methods; 1 without its bound
+def mean_bound()->float: # Over a run, in bounds of the other methods; 1 without its bound
     "How much larger SAD-DPSGD's clipping bound is on average."
     lengths = exact_stage_lengths(1., stages=_STAGED["stages"], length_ratio=_STAGED["stage_ratio"])
     return float((lengths*_BOUND_RATIO**np.arange(_STAGED["stages"] - 1, -1, -1)).sum())

@@ -20,9 +20,10 @@ class SadMethod(DecayingMethod):
     "A method of paper sad."
     stages:int|None=None # n of a decay in stages
     stage_ratio:float|None=None # gamma, length of a stage over that of the next; in (0, 1]
-    bound_ratio:float|None=None # a, clipping bound of a stage over that of the next; None keeps `max_grad_norm`
+    bound_ratio:float|None=None # a, bound of a stage over the next; None keeps `max_grad_norm`
     rules:ClassVar[dict] = RULES | {QuantileClip.name: QuantileClip}
-    decays:ClassVar[tuple] = (*DecayingMethod.decays, "stages") # `decay_rate` of stages is beta, on the multiplier
+    decays:ClassVar[tuple] = (
+        *DecayingMethod.decays, "stages") # `decay_rate` of stages is beta, on the multiplier
     reports_groups:ClassVar[bool] = True
 
     def _stages(self, plan, initial, ratio):

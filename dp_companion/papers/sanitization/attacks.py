@@ -25,7 +25,8 @@ from ...budgets.schedules import PoissonPlan
 from ...training.datasets import Dataset
 from ...training.records import RunRecord, record_path, write_json
 from ...training.spec import RunSpec
-from .run import SanitizedRun, build_layer, epoch_rows, layer_report, released, rows_below, train_below
+from .run import (SanitizedRun, build_layer, epoch_rows,
+                                                  layer_report, released, rows_below, train_below)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #458152bb
 IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
@@ -73,7 +74,7 @@ def moved(
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #05d7509a
 BATCH = 8 # Records in a batch of an attack
-# Trainings per world: without an error they show more than the formula claims for the run under attack
+# Trainings per world: without an error they show more than the formula claims for the run
 DRAWS = 160
 
 def short(
@@ -138,8 +139,8 @@ def row_scores(
                                train_labels=one.train_labels.expand(draws)))
     run.noise.manual_seed(seed); run.model.train()
     run.model.below = Worst(spec.method.layer_width, run.layer.clip if is_bright else 0.)
-    release = (lambda run: released(run, rows_below(run),
-                                    slice(None))) if spec.method.layer_below == "trained" else epoch_rows
+    release = ((lambda run: released(run, rows_below(run), slice(None)))
+               if spec.method.layer_below == "trained" else epoch_rows)
     return sum(release(run).sum(1).double() for _ in range(spec.method.layer_releases
         or spec.epochs)).numpy()
 
@@ -158,7 +159,8 @@ def attack_rows(
                                seed=seed)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #090d21da
-# N of the attack on a run as printed: enough batches of 8 that the formula claims less than some hundred trainings can show
+# N of the attack on a run as printed: with so many batches of 8, the formula claims less
+# than some hundred trainings can show
 _RECORDS = 128
 
 def _attack_spec(
@@ -179,8 +181,8 @@ def _attack_spec(
 
 def _same_attack(spec):
     "What decides the attack on a run."
-    first = short(spec).varied(seed=0, method="any", target_epsilon=1.,
-                               layer_bound_ratio=None) if spec.method.layer_below == "trained" else replace(spec, seed=0)
+    first = (short(spec).varied(seed=0, method="any", target_epsilon=1., layer_bound_ratio=None)
+             if spec.method.layer_below == "trained" else replace(spec, seed=0))
     return first
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #2a408b97

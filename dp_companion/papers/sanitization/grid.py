@@ -16,7 +16,8 @@ from .early_stopping import SlopeFlag, TrendFlag, epoch_error
 from ...budgets.certified import calibrate
 from ...budgets.events import gaussian_events
 from ...budgets.rdp import smallest_scale
-from ...budgets.released_rows import RowRelease, calibrate_rows, claimed_rows, sanitization_report
+from ...budgets.released_rows import (RowRelease, calibrate_rows, claimed_rows,
+                                                sanitization_report)
 from ...budgets.schedules import Constant, PoissonPlan
 from ...training.grid import Profile, named_profile
 from ...training.spec import run_spec
@@ -31,7 +32,7 @@ class LayerProfile(Profile):
     clip:float=.5 # C
     bound_ratio:float=.05 # t of the moving bound
     windows:tuple=(10, 5) # len of the slope flag and of the trend flag, epochs
-    plain_model:str|None="sanitization_cnn" # A key of `models.MODELS`: the same network without a layer; None where there is none
+    plain_model:str|None="sanitization_cnn" # The network without a layer (`models.MODELS`), or None
     private_batch_size:int=256 # b of DP-SGD, and of heads on certified rows
 
     @property
@@ -110,7 +111,8 @@ def flag_limit(
 PRINTED = {"Sanitization": (False, False), "Sanitization + Stopping": (False, True),
            "Sanitization + Adaptive C": (True, False), "Sanitization + Adaptive C + Stopping": (
                True, True)}
-# whose rows and weights are certified: pooled pixels, the paper's network with random weights, pooled pixels once, the paper's network
+# whose rows and weights are certified: pooled pixels, the paper's network with random weights,
+# pooled pixels once, the paper's network
 REAL = ("Frozen", "Frozen, random", "One release", "DP-SGD below")
 PLAIN = ("DP-SGD", "Non-DP") # the same network without the layer
 LAYER_METHODS = (*PRINTED, *REAL, *PLAIN)
@@ -124,7 +126,8 @@ def claim_of(
     return math.ceil(1e4*claimed_rows(release, profile.plan, delta=profile.delta).epsilon)/1e4
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #9f442d8e
-# ours: the side of a square of elements, squared, is at most this share of N/(K sigma^2), and at least 4
+# ours: the side of a square of elements, squared, is at most this share of N/(K sigma^2),
+# and at least 4
 _WIDTH_SHARE = .1
 _ROWS_SHARE = .5 # ours: of the target, what the rows may spend where DP-SGD below spends the rest
 
@@ -232,7 +235,7 @@ def real_values(
         profile.delta))
 
 def _dp_sgd_below(profile, target_epsilon, runs):
-    "Part of the target for the rows, the rest for the gradients, whose norms are all made the same."
+    "Part of the target for the rows, the rest for the gradients, all scaled to one norm."
     rows, plan = row_noise(profile.epochs, _ROWS_SHARE*target_epsilon,
                            profile.delta), profile.private_plan
     width = profile.width if "resnet" in profile.model else public_width(row_noise(1,
@@ -262,7 +265,7 @@ def layer_specs(
     profile:LayerProfile, # Sizes
     *,
     methods:Iterable=LAYER_METHODS, # Which of them
-    target_epsilon:float|None=None, # Of the certified ones; what the paper's formula claims where None
+    target_epsilon:float|None=None, # Of the certified ones; None: what the paper's formula claims
     runs:Path=Path("runs"), # Folder of runs
 )->list: # RunSpecs: method by seed
     "The runs of a table of paper sanitization."

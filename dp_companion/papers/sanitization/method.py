@@ -13,7 +13,8 @@ from ...budgets.events import MechanismEvent, gaussian_events
 from ...budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ...budgets.released_rows import RowRelease, RowsClaim, claimed_rows, row_events
 from ...budgets.schedules import PoissonPlan
-from ...training.spec import Method, require, require_count, require_given, require_positive
+from ...training.spec import (Method, require, require_count, require_given,
+                                        require_positive)
 
 # %% ../../../nbs/papers/sanitization/method.ipynb #56a35ee9
 LAYER_BELOW = ("trained", "frozen", "dp_sgd") # Of `released_rows.BELOW`, what a run can do
@@ -21,17 +22,18 @@ LAYER_BELOW = ("trained", "frozen", "dp_sgd") # Of `released_rows.BELOW`, what a
 @dataclass(frozen=True, kw_only=True)
 class SanitizationMethod(Method):
     "A method of paper sanitization."
-    layer_below:str|None=None # How the weights below the layer come about: `LAYER_BELOW`; None without a layer
+    layer_below:str|None=None # Origin of the weights below: `LAYER_BELOW`; None without a layer
     layer_width:int|None=None # n, elements of a row
     layer_clip:float|None=None # C; where C follows the weights, that of the first epoch
     layer_noise_multiplier:float|None=None # sigma of the layer
     layer_dropout:float|None=None # p; None for no dropout
     layer_dropout_position:str|None=None # "before" the noise; None for after it
-    layer_releases:int|None=None # Rows released of each record in all: 1; None for fresh rows every epoch
+    layer_releases:int|None=None # Rows released per record in all: 1; None: fresh ones every epoch
     layer_bound_ratio:float|None=None # t of C = t‖W‖; None keeps C
     stop_window:int|None=None # len of a stopping flag, epochs; None for no flag
-    stop_limit:float|None=None # T_s, or tau where C follows the weights: units of the elements per epoch
-    rules:ClassVar[dict] = {n: r for n, r in RULES.items() if not issubclass(r, CountingRule)} # The budget has no counts
+    stop_limit:float|None=None # T_s, or tau if C follows the weights; element units per epoch
+    rules:ClassVar[dict] = { # The budget has no counts
+        n: r for n, r in RULES.items() if not issubclass(r, CountingRule)}
 
     @property
     def has_target(self): return self.layer_below is not None or super().has_target
