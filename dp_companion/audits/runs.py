@@ -81,7 +81,8 @@ def with_finding(
     "The record with its empirical epsilon."
     budget = record.budget
     claimed = budget["claimed"]["epsilon"] if budget["claimed"] else math.nan
-    certified = min(float(c["epsilon"]) for c in budget["certified"].values())
+    found = [float(c["epsilon"]) for c in budget["certified"].values()]
+    certified = min(found, default=math.inf)
     return replace(
         record,
         budget={
