@@ -81,8 +81,8 @@ def with_finding(
     "The record with its empirical epsilon."
     budget = record.budget
     claimed = budget["claimed"]["epsilon"] if budget["claimed"] else math.nan
-    found = [float(c["epsilon"]) for c in budget["certified"].values()]
-    certified = min(found, default=math.inf)
+    epsilons = [float(c["epsilon"]) for c in budget["certified"].values()]
+    certified = min(epsilons, default=math.inf)
     return replace(
         record,
         budget={
