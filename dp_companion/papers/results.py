@@ -22,7 +22,7 @@ from ..training.spec import RunSpec
 def slug(
     name:str, # Of a method
 )->str: # Lower case, words joined by a dash
-    "A name as a folder has it."
+    "A method's name as a folder name."
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 def result_path(
@@ -114,7 +114,7 @@ def read_records(
     runs:Path, # Folder of runs, or of reference records
     **wanted, # Columns of the table to values, where the folder has one
 )->list: # RunRecords, sorted by data set, accounting, target, method and seed
-    "Every finished record in a folder; of reference records those that the table lists."
+    "Every finished record in a folder; for reference records, those that the table lists."
     runs = Path(runs)
     has_index = (runs/"index.csv").is_file()
     paths = _listed(runs, wanted) if has_index else sorted(runs.rglob("record.json"))

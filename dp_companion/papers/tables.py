@@ -161,7 +161,7 @@ def headline(
     *,
     target_epsilon:float=1., # Which target
 )->pd.DataFrame: # Text
-    "The first paper's story in one small table: Table 13 at one target, in both accountings."
+    "Table 13 of paper `global_adapt_v2` at one target, in both accountings."
     return for_print(beside_published(summarise([r for r in records
         if r.spec.target_epsilon == target_epsilon and re.fullmatch(r"DP-SGD(-Global-Adapt-V2.*)?",
         r.spec.method.name)]), item="Table 13"))
@@ -235,9 +235,9 @@ def above_all(
 
 def in_words(
     found:dict, # From `_standing` or `above_all`
-    words:dict={}, # Verdict to what is said for it; a verdict that is not in it stands for itself
+    words:dict={}, # Verdict to the words for it; other verdicts are printed as they are
 )->str:
-    "One phrase; targets with the same answer stand together."
+    "One phrase that groups targets with the same answer."
     groups = {}
     for target, (verdict, *_) in found.items():
         groups.setdefault(words.get(verdict, verdict), []).append(f"{target:g}")
@@ -247,7 +247,7 @@ def in_words(
 def schedule_of(
     record:RunRecord, # A run with noise
 )->str: # The same for runs whose noise is alike
-    "What a run's attack depends on."
+    "The noise events of a run, on which its attack depends."
     events = [event | {"noise_multiplier": as_named(event["noise_multiplier"])}
         for event in record.budget["events"]]
     return json.dumps(events, sort_keys=True)
@@ -268,7 +268,7 @@ def refuted(
     records:list, # RunRecords of one accounting, attacked or not
     named=None, # RunRecord -> what tells its schedule from the others; None: method and target
 )->str: # Sentences
-    "For how many noise schedules an attack achieves more than the formula claims."
+    "The number of noise schedules for which an attack achieves more than the formula claims."
     alike = _attacked_schedules(records)
     if not alike: return "Nothing was attacked."
     ratio = {key: _attack_ratio(of[0]) for key, of in alike.items()}

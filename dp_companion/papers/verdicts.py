@@ -21,10 +21,10 @@ HOLDS, REFUTED, INCONCLUSIVE = "holds", "refuted", "inconclusive"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    "What a set of runs says of one claim."
+    "The answer of a set of runs to one claim."
     claim:str # One sentence
     answer:str # `HOLDS`, `REFUTED` or `INCONCLUSIVE`
-    why:str # The numbers that decide, or the reason why nothing is decided
+    why:str # The deciding numbers, or the reason why nothing is decided
     where:str="" # Data set and noise
 
     def __post_init__(self):
@@ -61,8 +61,8 @@ def _callout(answer, verdicts):
 def _box_text(
     verdicts:list, # Verdicts
     *,
-    facts:str, # Data, profile, seeds and what ± means, in one or two sentences
-    caveat:str, # What matters most to whoever quotes this
+    facts:str, # Data, profile, seeds and the meaning of ±, in one or two sentences
+    caveat:str, # The most important limitation, for those who quote the verdict
 )->str: # Markdown with Quarto's callouts
     "The answers of a page, one coloured box for each word."
     if not verdicts: raise ValueError("verdicts must hold at least one verdict, got none")
@@ -167,7 +167,7 @@ def all_or_none(
     seen, # One yes or no for each seed
     why:str, # The numbers
 )->tuple: # (answer, why)
-    "Judge what must be so on every seed: refuted where it is so on none."
+    "Judge a property of every seed: holds on all, refuted on none."
     seen = list(seen)
     if not seen: return INCONCLUSIVE, "not run"
     if len(seen) == 1: return INCONCLUSIVE, f"{why}; one seed decides nothing"

@@ -431,7 +431,7 @@ DATASETS = {
 
 # %% ../../nbs/training/datasets.ipynb #59700c42
 _SKIN = [name for name in DATASETS if name.startswith("ham10000")]
-_PLACES = { # what a loader looks for, in this order
+_PLACES = { # the files that a loader looks for, in this order
     "mnist": ("MNIST/raw/train-images-idx3-ubyte",),
     "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
     "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"),

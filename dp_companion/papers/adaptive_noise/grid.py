@@ -49,7 +49,7 @@ def adaptive_values(
     method:str, # A key of `ADAPTIVE_METHODS`
     **changes, # Values of a RunSpec that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
-    "What a method of paper adaptive_noise says of a run; loss noise comes with the multiplier."
+    "The values that a method gives a run; the noise of a loss comes with the multiplier."
     if method not in ADAPTIVE_METHODS:
         raise ValueError(f"method must be one of {'; '.join(ADAPTIVE_METHODS)}, got "
                          f"method={method!r}")

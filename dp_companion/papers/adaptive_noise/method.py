@@ -35,7 +35,7 @@ def _planned_fall(
 def shared_with_loss(
     total:float, # Initial multiplier of gradient and loss together
 )->dict: # noise_multiplier of the gradient, signal_noise of the released loss
-    "The noise of both: the loss takes a twenty-fifth of the budget of a step."
+    "The noise of both: the loss uses a twenty-fifth of the budget of a step."
     signal_noise = _LOSS_NOISE*total
     return {"noise_multiplier": (total**-2 - signal_noise**-2)**-.5, "signal_noise": signal_noise}
 
@@ -46,7 +46,7 @@ class RunNoise(FollowingNoise):
         run, # With model, data, spec and noise generator
         report, # `StepReport` of the step
     ):
-        "Take down what a step released: the energy of its noisy gradient, or its noisy mean loss."
+        "Record the energy of a step's noisy gradient, or its noisy mean loss."
         if self.signal_noise is None: return self.see(gradient_energy(run.model, report.noise_std))
         bound, batch = 2*math.log(run.data.classes), run.spec.expected_batch_size
         self.see(released_loss(report.nonprivate_losses, bound=bound,
@@ -55,16 +55,16 @@ class RunNoise(FollowingNoise):
     def close_epoch(self,
         steps:int, # That the epoch had
     )->dict: # signal; steps; filter_reading (nats)
-        "Move the multiplier; what the record says of the epoch."
+        "Move the multiplier, and return the metrics of the epoch."
         self.end_epoch()
         return {"signal": self.signal, "steps": steps, "filter_reading": self.filter.spent}
     def state(self)->dict: # Plain values
-        "All that changes between epochs."
+        "Everything that changes between epochs."
         return following_state(self)
     def load(self,
         state:dict, # From `state`
     ):
-        "Take up a saved state."
+        "Restore a saved state."
         load_following(self, state)
 
 # %% ../../../nbs/papers/adaptive_noise/method.ipynb #e21c58b0
@@ -74,7 +74,7 @@ from fastcore.basics import patch
 def report(self:RunNoise,
     spec:RunSpec, # The run, at its end
 )->BudgetReport: # Certified is the filter's target
-    "What the filter certifies for the run."
+    "The budget of the run: the filter's target."
     note = f"A Rényi filter's target; its reading at the end was {self.filter.spent:.6g}."
     certified = {"rdp": Certified(spec.target_epsilon, "rdp", note)}
     events = tuple(self.filter.events)
@@ -103,8 +103,8 @@ class AdaptiveNoiseMethod(Method):
     def following(self, spec, plan):
         if self.adapt_to is None: return None
         if issubclass(self.rule_class, CountingRule): raise ValueError(
-            "clip_rule must ask nothing of its own where the noise follows a signal, "
-            f"since the filter does not see its counts, got clip_rule={self.clip_rule!r}")
+            "clip_rule must have no counts of its own when the noise follows a signal, "
+            f"since the filter does not count them, got clip_rule={self.clip_rule!r}")
         watch = RenyiFilter.planned(plan, target_epsilon=spec.target_epsilon, delta=spec.delta)
         return RunNoise(initial=self.noise_multiplier, floor=self.noise_floor, privacy_filter=watch,
                         sample_rate=plan.sample_rate, signal_noise=self.signal_noise)

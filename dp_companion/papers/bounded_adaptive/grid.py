@@ -32,7 +32,7 @@ def bounded_values(
     method:str, # A key of `BOUNDED_METHODS`
     **changes, # Values that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
-    "What a method of paper bounded_adaptive says of a run."
+    "The values that a method of paper bounded_adaptive gives a run."
     if method not in BOUNDED_METHODS:
         raise ValueError(f"method must be one of {', '.join(BOUNDED_METHODS)}, got "
                          f"method={method!r}")

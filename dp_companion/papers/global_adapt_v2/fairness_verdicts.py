@@ -54,7 +54,7 @@ def costs_more(
     nonprivate:dict, # Class to accuracy without privacy, %
     record, # A private run
 )->float: # Points
-    "What privacy costs the rare class of one run more than the common class."
+    "The accuracy that the rare class loses beyond what the common class loses."
     common, rare = (accuracy_parity(nonprivate[m], [by_class(record)[m]])
         for m in groups_of([record]))
     return rare - common
@@ -62,7 +62,7 @@ def costs_more(
 def gap_value(
     pool, # RunRecords of one data set and one accounting, with those without privacy
 ): # RunRecord -> points
-    "What one run adds to the cost gap of its setting; its mean over the setting's runs is π."
+    "The contribution of one run to the cost gap of its setting; the mean over runs is π."
     nonprivate, cost = nonprivate_by_class(pool), {}
     for r in _private(pool): cost.setdefault(_cell(r), []).append(costs_more(nonprivate, r))
     sign = {cell: np.sign(np.mean(of)) for cell, of in cost.items()}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['STEP', 'PLAIN', 'DECAYS', 'TABLE_4', 'UTILITY_CLAIMS', 'FOLLOWED', 'NORM_CLAIMS', 'Regime', 'regime_of',
-           'outside_regime', 'Claim', 'judge', 'above', 'by_run', 'cifar_claims', 'threshold_path', 'norms_by_seed',
-           'larger_is_better', 'decay_helps', 'near_chance']
+           'outside_regime', 'set_aside', 'noise_title', 'Claim', 'judge', 'above', 'by_run', 'cifar_claims',
+           'threshold_path', 'norms_by_seed', 'larger_is_better', 'decay_helps', 'near_chance']
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #98d2ea25
 from collections import Counter
@@ -49,6 +49,25 @@ def outside_regime(
     regimes.sort(key=lambda regime: regime.drop_every is None) # a run with a K says most
     return next(filter(None, map(_why_outside, regimes)), "")
 
+def set_aside(
+    pools:dict, # Name to RunRecords of one data set and one accounting
+)->str: # Sentences; "" where every pool may judge
+    "Which runs give no verdict on what the paper prints, and why."
+    reasons = {}
+    for name, pool in pools.items():
+        if reason := outside_regime(pool): reasons.setdefault(reason, []).append(name)
+    return " ".join(f"Not judged: {'; '.join(names)} ({reason})."
+        for reason, names in reasons.items())
+
+def noise_title(
+    records, # RunRecords of one data set and one accounting
+)->str: # The heading of their table
+    "Who chose the noise of some runs, and why they are set apart."
+    if all(r.spec.accounting == "certified" for r in records):
+        return "Noise chosen by a standard accountant"
+    reason = outside_regime(records)
+    return f"Noise as printed, set apart ({reason})" if reason else "Noise as printed"
+
 def _why_outside(regime):
     if regime.data is None: return "the data stand in for the paper's"
     paper = PROFILES["paper"][regime.data]
@@ -56,8 +75,8 @@ def _why_outside(regime):
     here = regime.epochs, regime.drop_every or paper.drop_every, regime.expected_batch_size
     if here == there: return ""
     def said(values): return "E = {}, K = {}, b = {}".format(*values)
-    return (f"outside the claim's regime: {said(here)} here, {said(there)} in the paper, whose "
-        "printed noise depends on K the wrong way round")
+    return (f"outside the claim's regime: {said(here)} here, {said(there)} in the paper; its "
+        "printed noise divides by K where its equation multiplies")
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #1858e27b
 class Claim(NamedTuple):
@@ -71,15 +90,18 @@ def judge(
     claims, # Claims
     pools:dict, # Name to RunRecords of one data set and one accounting
 )->list: # Verdicts, claim by claim
-    "What runs say of claims."
+    "What runs say of claims; runs outside the regime of a claim say nothing of it."
     return [_verdict(claim, name, pool) for claim in claims for name, pool in pools.items()
-        if _accounting(pool) in claim.accountings]
+        if _may_judge(claim, pool)]
+
+def _may_judge(claim, pool):
+    if _accounting(pool) not in claim.accountings: return False
+    return not (claim.trained and outside_regime(pool))
 
 def _accounting(pool): return next((a for r in pool if (a := r.spec.accounting) != "none"), "none")
 
 def _verdict(claim, name, pool):
-    reason = outside_regime(pool) if claim.trained else ""
-    answer, why = (INCONCLUSIVE, reason) if reason else claim.judge(pool)
+    answer, why = claim.judge(pool)
     return Verdict(claim=claim.text, answer=answer, why=why, where=name)
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #d420bc1e

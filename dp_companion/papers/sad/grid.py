@@ -60,7 +60,7 @@ SAD_METHODS = {
 TABLE_II = tuple(SAD_METHODS)[:4]
 
 def mean_bound()->float: # Over a run, in bounds of the other methods; 1 without its bound
-    "How much larger SAD-DPSGD's clipping bound is on average."
+    "The mean of SAD-DPSGD's clipping bound over a run."
     lengths = exact_stage_lengths(1., stages=_STAGED["stages"], length_ratio=_STAGED["stage_ratio"])
     return float((lengths*_BOUND_RATIO**np.arange(_STAGED["stages"] - 1, -1, -1)).sum())
 
@@ -70,7 +70,7 @@ def sad_values(
     method:str, # A key of `SAD_METHODS`
     **changes, # Values of a RunSpec that differ from the profile's and the method's
 )->dict: # Values of a RunSpec, all but multiplier, target, accounting and seed
-    "What a method of paper sad says of a run."
+    "The values that a method of paper sad gives a run."
     if method not in SAD_METHODS:
         raise ValueError(f"method must be one of {'; '.join(SAD_METHODS)}, got method={method!r}")
     values = {"paper": "sad", "method": method, **profile.run_values, "optimizer": "sgd",
@@ -107,7 +107,7 @@ def not_run(
     profile:Profile, # Sizes
     cells:list, # (method, target epsilon, what a sweep changes) each
 )->list: # A text for each cell that lacks a seed
-    "What is not there yet."
+    "The cells that lack a seed."
     found = [(m, t, changes, len(runs_of(records, profile, m, t, **changes))) for m, t,
              changes in cells]
     return [f"{m} at ε = {t:g}" + "".join(f", {k} = {v:g}" for k, v in changes.items())
@@ -123,9 +123,9 @@ def by_unit(
     *,
     delta:float, # Target delta, in (0, 1)
     images:int=LESION_IMAGES, # The most images of a unit
-    accountants:tuple=("rdp", "pld"), # Whom to ask
+    accountants:tuple=("rdp", "pld"), # Which accountants
 )->dict: # Least certified epsilon of: image; lesion, as run; lesion, clipped together
-    "What the same noise certifies for an image, and for a lesion in two ways."
+    "The certified ε of the same noise for an image, and for a lesion in two ways."
     least = lambda found: min(c.epsilon for c in found.values())
     return {"image": least(certify(events, delta=delta, accountants=accountants)),
             "lesion, images clipped one by one": least(certify_group(events, images=images,
