@@ -353,6 +353,6 @@ def test_a_reading_whose_epsilon_is_real_is_not_refuted():
     said = {is_printed: follows(Headline(paper="", setting="", is_printed=is_printed, target=1.,
         unit="image", budget=None, attack=None), report) for is_printed in (True, False)}
     assert said[True].startswith("The claim of 0.01 is refuted")
-    assert said[False].startswith("Asked for 1, certified for ") and ": it holds." in said[False]
+    assert said[False].startswith("Target 1, certified ") and ": it holds." in said[False]
     assert str(report).startswith(f"Certified ε: {report.certified['rdp'].epsilon:.4g} by RDP, ")
     assert str(report).endswith(report.verdict) and str(report).count("\n") == 1

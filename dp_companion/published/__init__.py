@@ -87,12 +87,14 @@ _ROWS_PER_TABLE = {
     **_tables([21], 10*2), # ten settings, two metrics
     ("sad", "Table I"): 3, # three numbers of stages
     ("sad", "Table II"): 3*4, # three budgets, four methods
+    ("sad", "Section II-B"): 3, # Matthews coefficients of Ziller et al. at three budgets
     ("adaptive_noise", "Results table"): 4 + 2, # four accuracies, two privacy losses
     ("adaptive_noise", "Section 4.4"): 6 + 1, # six accuracies, one share of epochs; all "about"
     ("sanitization", "Table 1"): 2*(3*3 + 1), # two thresholds: three vectors of three, one std
     ("sanitization", "Table 2"): 5, # one accuracy a row
     ("sanitization", "Table 3"): 8, # one accuracy a row
     ("sanitization", "Table 4"): 8, # one accuracy a row
+    ("sanitization", "Section 6.2"): 1, # the accuracy of Zhang et al.
 }
 
 # %% ../../nbs/published.ipynb #734822ad

@@ -1,11 +1,4 @@
 "Tables: a cell has one noise."
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "No test reads or writes the user's cache."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
 
 
 def test_a_cell_of_a_table_has_one_noise():

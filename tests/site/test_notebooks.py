@@ -117,8 +117,8 @@ def test_a_damaged_record_stops_the_page(tmp_path, monkeypatch):
     assert damaged != record.read_bytes()
     record.write_bytes(damaged)
     with pytest.raises(RuntimeError,
-                       match="record must be whole and unchanged, got another content than its "
-                       "digest says"):
+                       match="record must be whole and unchanged, got content that does not "
+                       "match its digest"):
         execute(tmp_path)
     assert not list(tmp_path.glob("runs/notebooks/**/*.ipynb"))
 

@@ -23,10 +23,6 @@ from dp_companion.training.spec import run_spec
 DX = list(CLASSES)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch): monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
 def write(
     folder, *, images_in=("HAM10000_images",), table="HAM10000_metadata.csv", suffix=".jpg",
     size=(40, 30), lesions=10, classes=DX, mode="RGB"

@@ -11,10 +11,6 @@ from dp_companion.training.imbalance import (
 DX = list(CLASSES)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch): monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
 def test_metrics_by_hand():
     labels = torch.tensor([4, 4, 4, 4, 0, 0, 5, 6])
     predictions = torch.tensor([4, 4, 4, 0, 0, 4, 4, 6])

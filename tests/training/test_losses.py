@@ -16,12 +16,6 @@ from dp_companion.training.models import build_model
 properties = settings(derandomize=True, max_examples=40, deadline=None)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "No test reads or writes the user's cache."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
 @properties
 @given(
     st.lists(st.floats(-200, 200), min_size=3, max_size=3), st.integers(0, 2), st.floats(0, 5),

@@ -5,12 +5,6 @@ from dp_companion.training import datasets, melt_pools
 from dp_companion.training.datasets import load_dataset, where
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "No test reads or writes the user's cache."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
 def write_wall(folder, table):
     folder.mkdir(parents=True)
     draw = np.random.default_rng(0)

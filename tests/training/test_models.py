@@ -12,17 +12,11 @@ from oracles.opacus_engines import ORACLES
 SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn", "small_resnet"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "No test reads or writes the user's cache."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(
     "size,channels,classes", [(8, 1, 10), (24, 1, 2), (28, 1, 10), (32, 3, 100)]
 )
-def test_models_take_every_size_and_hold_no_state_of_their_inputs(name, size, channels, classes):
+def test_models_take_every_size_and_keep_no_state(name, size, channels, classes):
     model = build_model(name, seed=0, image_size=size, channels=channels, classes=classes)
     images = torch.randn(4, channels, size, size)
     whole, alone = model(images), torch.cat([model(image[None]) for image in images])

@@ -16,12 +16,6 @@ from dp_companion.training.optimizers import (
 properties = settings(derandomize=True, max_examples=40, deadline=None)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "No test reads or writes the user's cache."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
 @pytest.mark.parametrize("name", LR_SCHEDULERS)
 @properties
 @given(st.integers(1, 300), st.floats(1e-6, 10))

@@ -1,35 +1,9 @@
 "Runs: batches, devices, kernels and checkpoints."
-import math
 import numpy as np
 import pytest
 import torch
-from dp_companion.papers.global_adapt_v2.grid import PROFILES
-from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
 from dp_companion.training.spec import run_spec
-from dp_companion.training.run import KERNELS
 from dp_companion.training.training import train
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    "No test reads or writes the user's cache."
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path/"cache"))
-
-
-SIDES = {
-    "digits": 8, "unbalanced_digits": 8, "two_digits": 8, "mnist": 28, "unbalanced_mnist": 28,
-    "cifar10": 32, "cifar100": 32, "synthetic_melt_pool_small": 24, "thinwall": 200
-}
-
-
-@pytest.mark.parametrize(
-    "profiles", [PROFILES, ADAPTIVE_PROFILES], ids=["global_adapt_v2", "adaptive_noise"]
-)
-def test_every_profile_has_kernels_for_its_network(profiles):
-    assert all(
-        (profile.model, SIDES[profile.dataset]) in KERNELS for of_paper in profiles.values()
-        for profile in of_paper.values()
-    )
 
 
 def test_an_epoch_without_a_step_is_refused(tmp_path, monkeypatch):
@@ -113,25 +87,3 @@ def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
     assert torch.load(path, weights_only=True)["weights"].any() # torch does not see it
     with pytest.raises(ValueError, match="checkpoint must be whole"):
         read_checkpoint(path)
-
-
-def test_the_sampler_of_24_bits_stays_within_the_target():
-    "Opacus's sampler draws on a grid of 2^-24, so a record's probability is q rounded up."
-    from dataclasses import replace
-    from dp_companion.budgets.certified import certify
-    from dp_companion.budgets.events import MechanismEvent
-    from dp_companion.papers.results import reference_of
-    grid, found = 2**24, {}
-    for r in reference_of("global_adapt_v2"):
-        if (r.spec.accounting == "certified" and r.spec.dataset == "mnist"
-                and r.spec.method.name in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S")):
-            found[r.spec.method.name, r.spec.target_epsilon] = r
-    assert len(found) == 6
-    for (_, target), r in found.items():
-        events = [MechanismEvent(**e) for e in r.budget["events"]]
-        assert all(math.ceil(e.sample_rate*grid)/grid > e.sample_rate for e in events)
-        spent = certify(
-            [replace(e, sample_rate=math.ceil(e.sample_rate*grid)/grid) for e in events],
-            delta=r.spec.delta, accountants=("pld",)
-        )["pld"].epsilon
-        assert r.budget["certified"]["pld"]["epsilon"] < spent <= target

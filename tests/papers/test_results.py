@@ -1,8 +1,13 @@
 "Committed records of real data are what the grids and calibrations ask for; the index lists all."
+import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from dp_companion.budgets.certified import certify
+from dp_companion.budgets.events import MechanismEvent
 from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.papers.global_adapt_v2.grid import PROFILES
 from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
@@ -12,7 +17,7 @@ from dp_companion.papers.adaptive_noise.method import shared_with_loss
 from dp_companion.papers.sanitization.grid import (
     LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
 )
-from dp_companion.papers.results import index_text, read_records, result_path, slug
+from dp_companion.papers.results import index_text, read_records, reference_of, result_path, slug
 from dp_companion.training.records import read_record
 
 NOISE = ("noise_multiplier", "signal_noise", "layer_noise_multiplier") # what calibration gives
@@ -86,3 +91,29 @@ def test_layers_are_those_of_the_grid(specs, tmp_path):
         asked |= {s.name for s in (*layer_specs(size, runs=tmp_path), *loose, *watched, *swept)}
     committed = {s.name for s in specs if s.paper == "sanitization"}
     assert committed and committed <= asked
+
+
+def test_reference_records_are_found_from_a_folder_below(root, monkeypatch):
+    monkeypatch.chdir(root/"nbs"/"papers"/"sad"/"experiments") # as Jupyter does
+    below = reference_of("sad")
+    monkeypatch.chdir(root)
+    assert below and below == reference_of("sad")
+    assert reference_of("sad", folder=Path("no/such/folder")) == []
+
+
+def test_the_sampler_of_24_bits_stays_within_the_target():
+    "Opacus's sampler draws on a grid of 2^-24, so a record's probability is q rounded up."
+    grid, found = 2**24, {}
+    for r in reference_of("global_adapt_v2"):
+        if (r.spec.accounting == "certified" and r.spec.dataset == "mnist"
+                and r.spec.method.name in ("DP-SGD", "DP-SGD-Global-Adapt-V2-S")):
+            found[r.spec.method.name, r.spec.target_epsilon] = r
+    assert len(found) == 6
+    for (_, target), r in found.items():
+        events = [MechanismEvent(**e) for e in r.budget["events"]]
+        assert all(math.ceil(e.sample_rate*grid)/grid > e.sample_rate for e in events)
+        spent = certify(
+            [replace(e, sample_rate=math.ceil(e.sample_rate*grid)/grid) for e in events],
+            delta=r.spec.delta, accountants=("pld",)
+        )["pld"].epsilon
+        assert r.budget["certified"]["pld"]["epsilon"] < spent <= target
