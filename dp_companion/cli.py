@@ -342,23 +342,23 @@ def _three(budget):
     return {**said, "verdict": budget["verdict"]}
 
 # %% ../nbs/cli.ipynb #b12228b6
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def grid(
+    context:typer.Context,
     paper:Annotated[str, typer.Option(help="A paper's short name, such as sad.")],
     table:Annotated[str, typer.Option(help='A table or figure that trains, such as "Table II".')],
     profile:ProfileFlag="digits",
     runs:RunsFlag=Path("runs"),
-    cores:Annotated[int, typer.Option(min=1, help="Jobs at once.")]=2,
     per_job:Annotated[int, typer.Option(min=1, help="Runs that share a process.")]=20,
-    executor:Annotated[str, typer.Option(help="A Snakemake executor: local or slurm.")]="local",
-    snakefile:Annotated[Path, typer.Option(help="The workflow.")]=Path("workflow/Snakefile"),
     report_only:Annotated[bool, typer.Option("--report", help="Train nothing, say what is "
         "there.")]=False,
 ):
     """Train the runs of a table on this machine or a cluster.
 
     Writes one spec file a run, hands them to Snakemake, and says what is done, missing, stale
-    or collapsed. A grid that is killed and started again goes on where it stopped.
+    or collapsed. A grid that is killed and started again goes on where it stopped. Other options
+    are Snakemake's, such as --cores 4, --executor slurm or --dry-run; without any: --cores 2.
+    Run it at the top of a checkout, where workflow/Snakefile is.
 
     Example: dp-companion grid --paper sad --table "Table II" --profile digits
     """
@@ -366,24 +366,24 @@ def grid(
     specs = table_runs(paper, table, profile.value, runs)
     folder = runs/"grids"/f"{paper}-{table}-{profile.value}".replace(" ", "-")
     write_specs(specs, folder)
-    failed = 0 if report_only else _snakemake(snakefile, folder, runs, cores, per_job, executor)
+    config = {"grid": folder.resolve(), "runs": runs.resolve(), "per_job": per_job}
+    failed = 0 if report_only else _snakemake(context.args or ["--cores", "2"], config)
     for line in report_lines(grid_report(specs, runs)): typer.echo(line)
     if failed: raise typer.Exit(1)
 
-def _snakemake(snakefile, folder, runs, cores, per_job, executor):
+def _snakemake(options, config):
     "The exit status of the workflow."
     import subprocess
     from importlib.util import find_spec
     if find_spec("snakemake") is None:
         raise ValueError("grid must have Snakemake, got none; pip install 'dp-companion[grid]'")
-    if not snakefile.is_file():
-        raise ValueError(f"snakefile must be the checkout's workflow/Snakefile, got {snakefile}")
+    if not Path("workflow/Snakefile").is_file():
+        raise ValueError("grid must run at the top of a checkout, which has workflow/Snakefile, "
+                         f"got {Path.cwd()}")
     # records are written whole or not at all: locks and marks of half-written files are not needed
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--nolock",
+    command = [sys.executable, "-m", "snakemake", "--snakefile", "workflow/Snakefile", "--nolock",
                "--keep-going", "--keep-incomplete", "--rerun-incomplete", "--rerun-triggers",
-               "mtime", "--executor", executor, "--jobs" if executor != "local" else "--cores",
-               str(cores), "--config", f"grid={folder.resolve()}", f"runs={runs.resolve()}",
-               f"per_job={per_job}"]
+               "mtime", *options, "--config", *(f"{name}={said}" for name, said in config.items())]
     return subprocess.run(command).returncode
 
 # %% ../nbs/cli.ipynb #7f9a3168

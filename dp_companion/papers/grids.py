@@ -49,7 +49,8 @@ def write_specs(
     for old in set(folder.glob("*.json")) - set(paths): old.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     for path, spec in zip(paths, specs):
-        if not path.exists(): write_json(path, asdict(spec)) # a newer file would be newer than its record
+        # a file that is written again would be newer than its record
+        if not path.exists(): write_json(path, asdict(spec))
     return paths
 
 def read_specs(
@@ -71,8 +72,8 @@ def state_of(
     if record is None: return "missing", ""
     by_class = record.final.get("test_accuracy_by_class")
     answered = sum((share or 0) > 0 for share in by_class or ())
-    if by_class and answered < 2: return "collapsed", f"{answered} of {len(by_class)} classes predicted"
-    return "done", ""
+    if not by_class or answered > 1: return "done", ""
+    return "collapsed", f"{answered} of {len(by_class)} classes predicted"
 
 def grid_report(
     specs:list, # RunSpecs
