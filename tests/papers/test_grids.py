@@ -33,9 +33,7 @@ def workflow(grid, runs, log):
                "--nolock", "--keep-going", "--keep-incomplete", "--rerun-incomplete",
                "--rerun-triggers", "mtime", "--cores", "2", "--quiet", "all",
                "--config", f"grid={grid}", f"runs={runs}", "per_job=4"]
-    scripts = Path(sys.executable).parent # where dp-companion is
-    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.Popen(command, cwd=log.parent, env=environment, start_new_session=True,
+    return subprocess.Popen(command, cwd=log.parent, start_new_session=True,
                             stdout=log.open("a"), stderr=subprocess.STDOUT)
 
 
@@ -59,9 +57,10 @@ def test_killed_grid_ends_with_the_records_of_one_process(tmp_path):
         if number % 2: os.killpg(process.pid, signal.SIGTERM)
         process.wait()
     assert workflow(grid, runs, tmp_path/"log.txt").wait() == 0, (tmp_path/"log.txt").read_text()
-    assert set(grid_report(specs, runs)["state"]) == {"done"}
-    run_grid(specs[::8], tmp_path/"alone", workers=1)
-    for spec in specs[::8]:
+    # after one epoch some seeds predict a single class: that is said too
+    assert set(grid_report(specs, runs)["state"]) <= {"done", "collapsed"}
+    run_grid(specs[::4], tmp_path/"alone", workers=1)
+    for spec in specs[::4]:
         assert record_path(spec, runs).read_bytes() == record_path(spec, tmp_path/"alone"
                                                                    ).read_bytes()
     extra = {path.name for path in runs.iterdir()} - {spec.name for spec in specs}
