@@ -20,6 +20,8 @@ configure() {
   chmod 711 "$folder" "$folder/munge"; chmod 400 "$folder/munge/key"
   chown -R munge "$folder/munge"
   local cpus memory; cpus=$(nproc); memory=$(awk '/MemTotal/ {print int($2/1024*0.8)}' /proc/meminfo)
+  # inside a job Slurm's commands look for their configuration here alone
+  [ -e /etc/slurm/slurm.conf ] || { mkdir -p /etc/slurm; ln -s "$folder/slurm.conf" /etc/slurm/slurm.conf; }
   cat > "$folder/slurm.conf" <<EOF
 ClusterName=here
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -62,6 +64,8 @@ case $command in
     echo "slurm must have an idle node within 30 s, got none; see $folder/slurmctld.log" >&2
     exit 1;;
   controller) export SLURM_CONF=$folder/slurm.conf; slurmctld;; # again, after it was killed
-  stop) stop "$folder/slurmd.pid"; stop "$folder/slurmctld.pid"; stop "$folder/munge/pid";;
+  stop)
+    stop "$folder/slurmd.pid"; stop "$folder/slurmctld.pid"; stop "$folder/munge/pid"
+    if [ "$(readlink /etc/slurm/slurm.conf)" = "$folder/slurm.conf" ]; then rm /etc/slurm/slurm.conf; fi;;
   *) echo "command must be start, controller or stop, got $command" >&2; exit 2;;
 esac
