@@ -229,11 +229,11 @@ def _json_object(path):
 # %% ../nbs/cli.ipynb #af91c18e
 @app.command()
 def run(
-    spec:Annotated[Path, typer.Argument(help="A JSON file with the values of one RunSpec.")],
+    specs:Annotated[list[Path], typer.Argument(help="JSON files, each the values of a RunSpec.")],
     runs:RunsFlag=Path("runs"),
     as_json:JsonFlag=False,
 ):
-    """Train one run, or find its record.
+    """Train a run, or find its record; of several files, one after the other.
 
     The file has the fields of dp_companion.training.spec.RunSpec, as the "spec" of any
     record.json has, such as {"paper": "global_adapt_v2", "method": {"name": "DP-SGD",
@@ -245,12 +245,12 @@ def run(
     from dp_companion.training.records import read_record, record_path
     from dp_companion.training.spec import spec_from_dict
     from dp_companion.training.training import train
-    checked = spec_from_dict(_json_object(spec))
-    path = record_path(checked, runs)
-    with _waiting(f"run {checked.name}"): train(checked, runs)
-    record = read_record(path) # as it is found the next time
-    summary = {"record": str(path), **record.final, **_three(record.budget)}
-    _say(record.to_dict() if as_json else summary, as_json)
+    for checked in [spec_from_dict(_json_object(spec)) for spec in specs]: # all are read first
+        path = record_path(checked, runs)
+        with _waiting(f"run {checked.name}"): train(checked, runs)
+        record = read_record(path) # as it is found the next time
+        summary = {"record": str(path), **record.final, **_three(record.budget)}
+        _say(record.to_dict() if as_json else summary, as_json)
 
 # %% ../nbs/cli.ipynb #9b49010a
 @app.command()
@@ -340,6 +340,51 @@ def _three(budget):
         said[name] = epsilon_text(attack["epsilon"])
     else: said["empirical ε"] = "not attacked: dp-companion audit"
     return {**said, "verdict": budget["verdict"]}
+
+# %% ../nbs/cli.ipynb #b12228b6
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def grid(
+    context:typer.Context,
+    paper:Annotated[str, typer.Option(help="A paper's short name, such as sad.")],
+    table:Annotated[str, typer.Option(help='A table or figure that trains, such as "Table II".')],
+    profile:ProfileFlag="digits",
+    runs:RunsFlag=Path("runs"),
+    per_job:Annotated[int, typer.Option(min=1, help="Runs that share a process.")]=20,
+    report_only:Annotated[bool, typer.Option("--report", help="Train nothing, say what is "
+        "there.")]=False,
+):
+    """Train the runs of a table on this machine or a cluster.
+
+    Writes one spec file a run, hands them to Snakemake, and says what is done, missing, stale
+    or collapsed. A grid that is killed and started again goes on where it stopped. Other options
+    are Snakemake's, such as --cores 4, --executor slurm or --dry-run; without any: --cores 2.
+    Run it at the top of a checkout, where workflow/Snakefile is.
+
+    Example: dp-companion grid --paper sad --table "Table II" --profile digits
+    """
+    from dp_companion.papers.grids import grid_report, report_lines, table_runs, write_specs
+    specs = table_runs(paper, table, profile.value, runs)
+    folder = runs/"grids"/f"{paper}-{table}-{profile.value}".replace(" ", "-")
+    write_specs(specs, folder)
+    config = {"grid": folder.resolve(), "runs": runs.resolve(), "per_job": per_job}
+    failed = 0 if report_only else _snakemake(context.args or ["--cores", "2"], config)
+    for line in report_lines(grid_report(specs, runs)): typer.echo(line)
+    if failed: raise typer.Exit(1)
+
+def _snakemake(options, config):
+    "The exit status of the workflow."
+    import subprocess
+    from importlib.util import find_spec
+    if find_spec("snakemake") is None:
+        raise ValueError("grid must have Snakemake, got none; pip install 'dp-companion[grid]'")
+    if not Path("workflow/Snakefile").is_file():
+        raise ValueError("grid must run at the top of a checkout, which has workflow/Snakefile, "
+                         f"got {Path.cwd()}")
+    # records are written whole or not at all: locks and marks of half-written files are not needed
+    command = [sys.executable, "-m", "snakemake", "--snakefile", "workflow/Snakefile", "--nolock",
+               "--keep-going", "--keep-incomplete", "--rerun-incomplete", "--rerun-triggers",
+               "mtime", *options, "--config", *(f"{name}={said}" for name, said in config.items())]
+    return subprocess.run(command).returncode
 
 # %% ../nbs/cli.ipynb #7f9a3168
 @app.command()

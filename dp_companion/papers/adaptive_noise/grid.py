@@ -6,7 +6,9 @@
 __all__ = ['ADAPTIVE_METHODS', 'adaptive_profile', 'adaptive_values']
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #6b0bdbcf
-from ...training.grid import Profile, named_profile
+from pathlib import Path
+from ...training.grid import Profile, named_profile, specs_of
+from ...training.spec import require
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #691cbbe0
 ADAPTIVE_PROFILES = {
@@ -67,3 +69,26 @@ def epochs_to(
 )->int|None: # How many epochs; None where it is never reached
     "The first epoch whose accuracy is at least `level`, counted from 1."
     return next((e for e, a in enumerate(accuracies, 1) if a >= level), None)
+
+# %% ../../../nbs/papers/adaptive_noise/grid.ipynb #f119f4dc
+TABLES = {"Section 4.4": ("MNIST", "CIFAR-10")} # to its data sets
+_TARGETS = (.5, 1., 3., 10.) # epsilons; Algorithm 4.1 as printed has the last
+
+def table_specs(
+    item:str, # A key of `TABLES`
+    profile:str, # A key of `ADAPTIVE_PROFILES`
+    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+)->list: # RunSpecs
+    "The runs of paper adaptive_noise's comparison, certified for its targets."
+    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
+    sizes = [adaptive_profile(profile, data) for data in TABLES[item]
+             if data in ADAPTIVE_PROFILES[profile]]
+    return [spec for size in sizes for cell in specs_of(size, _cells(size), runs=runs)
+            for spec in cell]
+
+def _cells(size):
+    "Each method at its targets, and once without privacy."
+    *both, printed = [m for m in ADAPTIVE_METHODS if m != "Non-DP"]
+    asked = [*((m, t) for t in _TARGETS for m in both), (printed, _TARGETS[-1])]
+    return [(adaptive_values(size, "Non-DP"), "none", None),
+            *((adaptive_values(size, m), "certified", t) for m, t in asked)]

@@ -6,7 +6,9 @@
 __all__ = ['BOUNDED_METHODS', 'bounded_profile', 'bounded_values']
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #7c9e1eb3
-from ...training.grid import Profile, named_profile
+from pathlib import Path
+from ...training.grid import Profile, named_profile, specs_of
+from ...training.spec import require
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #13908c16
 BOUNDED_PROFILES = {"digits": {"Skewed MNIST": Profile(
@@ -41,3 +43,17 @@ def bounded_values(
     ours = {"optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant"}
     return {"paper": "bounded_adaptive", "method": method, **profile.run_values, **ours,
             **BOUNDED_METHODS[method], **changes}
+
+# %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #2a37964f
+TABLES = {"Skewed MNIST": "Skewed MNIST"} # to its data set
+
+def table_specs(
+    item:str, # A key of `TABLES`
+    profile:str, # A key of `BOUNDED_PROFILES`
+    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+)->list: # RunSpecs
+    "The runs of paper bounded_adaptive's comparison at a certified ε of 3."
+    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
+    size = bounded_profile(profile, TABLES[item])
+    cells = [(bounded_values(size, m), "certified", 3.) for m in BOUNDED_METHODS]
+    return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]

@@ -7,10 +7,11 @@ __all__ = ['PROFILES', 'METHODS', 'profile_named', 'method_values', 'method_spec
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #e250bc41
 from itertools import product
+from pathlib import Path
 from ...published import load
 from ...training.grid import Profile, named_profile, specs_of
 from ...training.optimizers import PRINTED_AS
-from ...training.spec import ACCOUNTINGS
+from ...training.spec import ACCOUNTINGS, require
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #8b5aeb5e
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
@@ -172,6 +173,27 @@ def _changes(profile, name, value):
     if name == "decay_rate": return {"decay_rate": float(value)}
     if name == "batch_size": return {"expected_batch_size": int(value)}
     return {name: next(ours for ours, word in PRINTED_AS.items() if word == value)}
+
+# %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #fd7b9175
+TABLES = {f"Table {number}": data for data, numbers in {
+    "MNIST": (4, 13, *range(16, 22)), "CIFAR-10": (5, 14), "CIFAR-100": (6, 15),
+    "Unbalanced MNIST": range(7, 13)}.items() for number in numbers} # to its data set
+
+def table_specs(
+    item:str, # A key of `TABLES`
+    profile:str, # A key of `PROFILES`
+    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+)->list: # RunSpecs
+    "The runs of a table of paper `global_adapt_v2`."
+    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
+    size = profile_named(profile, TABLES[item])
+    printed = set(load().query("item == @item")["method"])
+    if item not in SWEPT.values():
+        return method_specs(size, targets=TARGETS[profile],
+                            methods=tuple(m for m in METHODS if m in printed), runs=runs)
+    cells = [(method_values(size, m, **changes), accounting, 1.) for m in printed
+             for changes in sweep(size, item).values() for accounting in ACCOUNTINGS]
+    return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #b6814c7c
 def of_profile(

@@ -6,13 +6,15 @@
 __all__ = ['SAD_METHODS', 'sad_profile', 'sad_values', 'by_unit']
 
 # %% ../../../nbs/papers/sad/grid.ipynb #0b42c425
+from pathlib import Path
 import numpy as np
 from ...budgets.certified import certify
 from ...budgets.events import MechanismEvent
 from ...budgets.stages import exact_stage_lengths
 from ...budgets.units import certify_group, clipped_per_unit
 from ..global_adapt_v2.grid import scaled_decay
-from ...training.grid import Profile, named_profile
+from ...training.grid import Profile, named_profile, specs_of
+from ...training.spec import require
 
 # %% ../../../nbs/papers/sad/grid.ipynb #32683dcb
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)
@@ -134,3 +136,20 @@ def by_unit(
                 delta=delta, accountants=accountants)),
             "lesion, its images clipped together": least(certify(clipped_per_unit(events,
                 images=images), delta=delta, accountants=accountants))}
+
+# %% ../../../nbs/papers/sad/grid.ipynb #92458a62
+TABLES = {"Table II": "HAM10000", **dict.fromkeys(SAD_SWEEPS, "HAM10000")} # to its data set
+_TARGETS = (3., 8., 16.) # epsilons of Table II; the others have the first
+
+def table_specs(
+    item:str, # A key of `TABLES`
+    profile:str, # A key of `SAD_PROFILES`
+    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+)->list: # RunSpecs
+    "The runs of a table or figure of paper sad, certified for its targets."
+    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
+    size = sad_profile(profile)
+    asked = ([("SAD-DPSGD", _TARGETS[0], changes) for changes in SAD_SWEEPS[item]]
+             if item in SAD_SWEEPS else [(m, t, {}) for t in _TARGETS for m in TABLE_II])
+    cells = [(sad_values(size, m, **changes), "certified", t) for m, t, changes in asked]
+    return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]

@@ -18,7 +18,7 @@ from ...budgets.released_rows import (RowRelease, calibrate_rows, claimed_rows,
                                                 sanitization_report)
 from ...budgets.schedules import Constant, PoissonPlan
 from ...training.grid import Profile, named_profile
-from ...training.spec import run_spec
+from ...training.spec import require, run_spec
 from ...training.planning import cached
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d12092db
@@ -308,3 +308,18 @@ def sweep_specs(
     return {value: [run_spec(**printed_values(profile, method, **changes(value)), seed=seed)
                     for seed in range(profile.seeds)] for value in (SWEEPS[name] if values is None
                         else values)}
+
+# %% ../../../nbs/papers/sanitization/grid.ipynb #ce7dcebe
+TABLES = {"Table 2": ("MNIST",), "Table 3": ("CIFAR-10",),
+          "Table 4": ("CIFAR-10, ResNet-18",)} # to its data sets
+
+def table_specs(
+    item:str, # A key of `TABLES`
+    profile:str, # A key of `LAYER_PROFILES`
+    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+)->list: # RunSpecs
+    "The runs of a table of paper sanitization."
+    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
+    layer_profile(profile) # checks it
+    return [spec for data in TABLES[item] if data in LAYER_PROFILES[profile]
+            for spec in layer_specs(layer_profile(profile, data), runs=runs)]
