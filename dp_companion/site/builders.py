@@ -68,6 +68,15 @@ def _copy_looks(root, folder):
     for name in names: copy_file(root/"nbs"/name, folder/name)
     return names
 
+def _script_cells(draft, page):
+    "The page's own JavaScript, `nbs/<page>.js`, as the output of a cell without source."
+    file = draft.inputs.root/"nbs"/f"{page}.js"
+    if not file.is_file(): return []
+    html = f"<script>\n{file.read_text(encoding='utf-8')}</script>"
+    output = {"output_type": "display_data", "metadata": {}, "data": {"text/html": html}}
+    return [{"cell_type": "code", "metadata": {"tags": ["remove-input"]}, "execution_count": None,
+             "source": "#| echo: false", "outputs": [output]}]
+
 # %% ../../nbs/site/builders.ipynb #450acae9
 def _quarto_cells(draft, page):
     "The cells of a page as Quarto reads them."
@@ -82,7 +91,8 @@ def _quarto_cells(draft, page):
         cells.append(made)
     if page == "index" and draft.inputs.cff: cells.append(markdown_cell(cite_box(draft.inputs.cff)))
     file = draft.site.url(page, f"_files/nbs/{page}.ipynb")
-    return [*cells, markdown_cell(f"[Download this notebook]({file})")]
+    return [*cells, *_script_cells(draft, page),
+            markdown_cell(f"[Download this notebook]({file})")]
 
 # %% ../../nbs/site/builders.ipynb #8f40d8b2
 def write_quarto(
@@ -141,10 +151,12 @@ def _sphinx_conf(inputs, looks):
              "navbar_persistent": [], "search_bar_text": "Search"}
     if inputs.cff: theme["extra_footer"] = f"<p>Cite as: {escape(citation(inputs.cff)[0])}</p>"
     sheets = [name for name in looks if name == "styles.css"]
+    order = inputs.root.resolve()/"nbs/search_order.js" # of what a search finds
     return {**_FIXED, "project": title, "author": settings.get("author", ""),
             "copyright": settings.get("copyright", ""), "release": settings.get("version", ""),
             "html_theme_options": theme, "html_title": title,
             "html_static_path": sheets, "html_css_files": sheets,
+            "html_search_scorer": str(order) if order.is_file() else "",
             "html_favicon": "favicon.svg" if "favicon.svg" in looks else None}
 
 # %% ../../nbs/site/builders.ipynb #85882bc4
@@ -158,21 +170,28 @@ def _sphinx_cells(draft, page):
     for cell in nb.cells:
         if cell.cell_type == "markdown": cells.append(markdown_cell(convert(cell.source)))
         elif cell.cell_type == "code": cells += code_cell(cell, draft.site.labels[page], convert)
-    return cells
+    return cells + _script_cells(draft, page)
 
 # %% ../../nbs/site/builders.ipynb #9b18b2db
-def _index_end(draft):
-    "What ends the first page: how to cite, and the sidebar as Sphinx's tables of contents."
-    sections = {}
-    for section, path in sidebar_pages(draft.sidebar):
-        page = "self" if path == "index.ipynb" else os.path.splitext(path)[0]
-        sections.setdefault(section, []).append(page)
-    box = [to_myst(cite_box(draft.inputs.cff), "index")] if draft.inputs.cff else []
-    return box + [_toctree(section, pages) for section, pages in sections.items()]
+def _tables_of_contents(contents, parent="index", caption="", found=None):
+    "Page to its tables of contents, by caption; a section that has a page is below that page."
+    found = {} if found is None else found
+    for item in [contents] if isinstance(contents, str) else contents:
+        own = item if isinstance(item, str) else item.get("href")
+        page = os.path.splitext(own)[0] if own else parent
+        if own:
+            name = "self" if page == parent else f"/{page}"
+            if "section" in item and not isinstance(item, str): name = f"{item['section']} <{name}>"
+            found.setdefault(parent, {}).setdefault(caption, []).append(name)
+        if isinstance(item, dict) and "contents" in item:
+            below = caption if own else item.get("section", "")
+            _tables_of_contents(item["contents"], page, "" if own else below, found)
+    return found
 
-def _toctree(section, pages):
-    "One section of the sidebar, for Sphinx."
-    head = ["```{toctree}", ":hidden:", ":titlesonly:", ":maxdepth: 1", f":caption: {section}", ""]
+def _toctree(caption, pages):
+    "One table of contents, for Sphinx; the sidebar shows it."
+    named = [f":caption: {caption}"] if caption else []
+    head = ["```{toctree}", ":hidden:", ":titlesonly:", ":maxdepth: 3", *named, ""]
     return "\n".join([*head, *pages, "```"])
 
 # %% ../../nbs/site/builders.ipynb #460f50cc
@@ -185,10 +204,16 @@ def write_sphinx(
     title, about = conf["project"], draft.inputs.settings.get("description", "")
     cells = {page: _sphinx_cells(draft, page) for page in draft.pages}
     cells.setdefault("index", [markdown_cell(f"# {title}\n\n{about}")])
-    cells["index"] += map(markdown_cell, _index_end(draft))
-    for page, made in cells.items(): write_file(folder/f"{page}.ipynb", _notebook(made))
+    if draft.inputs.cff: cells["index"].append(markdown_cell(to_myst(cite_box(draft.inputs.cff),
+                                                                     "index")))
+    ends = {page: "\n\n".join(_toctree(*table) for table in tables.items())
+            for page, tables in _tables_of_contents(draft.sidebar).items()}
+    for page, made in cells.items():
+        if page in ends: made.append(markdown_cell(ends[page]))
+        write_file(folder/f"{page}.ipynb", _notebook(made))
     for page, text in draft.api.items():
-        write_file(folder/f"{page}.md", to_myst(link_up(text, page, draft.site), page))
+        text = to_myst(link_up(text, page, draft.site), page) + "\n\n" + ends.get(page, "")
+        write_file(folder/f"{page}.md", text)
     for stored, file in draft.site.files.items(): copy_file(file, folder/stored)
     lines = [f"{key} = {value!r}\n" for key, value in conf.items()]
     write_file(folder/"conf.py", "".join(lines))

@@ -34,11 +34,12 @@ def sidebar_pages(
     "Every page that a sidebar lists, below the headings of its sections."
     pages = []
     for item in [contents] if isinstance(contents, str) else contents:
-        if isinstance(item, str): pages.append((section, item))
-        elif "contents" in item:
+        own = item if isinstance(item, str) else item.get("href")
+        if isinstance(item, str) or "contents" not in item: pages.append((section, own))
+        else:
             below = " › ".join(filter(None, [section, item.get("section", "")]))
+            pages += [(below, own)] if own else []
             pages += sidebar_pages(item["contents"], below)
-        else: pages.append((section, item["href"]))
     return pages
 
 def _available_sidebar(contents, available, named):
@@ -47,6 +48,9 @@ def _available_sidebar(contents, available, named):
     for item in [contents] if isinstance(contents, str) else contents:
         if isinstance(item, dict) and "contents" in item:
             inner = _available_sidebar(item["contents"], available, named)
+            if item.get("href", "") not in ("", *available):
+                notice(f"{item['href']} is in _quarto.yml and not there yet, so it is left out")
+                item = {key: value for key, value in item.items() if key != "href"}
             kept += [{**item, "contents": inner}] if inner else []
             continue
         path = item if isinstance(item, str) else item["href"]

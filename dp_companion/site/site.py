@@ -76,7 +76,7 @@ def _inputs_hash(inputs, builder, linked):
     "A hash of pages, package, settings, looks, `linked` files and the versions of the tools."
     files = [inputs.root/name for name in _READ] + [inputs.root/name for name in linked]
     files += [Path(__file__).parent/f"{name}.py" for name in _BUILDERS]
-    files += sorted(inputs.package.rglob("*.py"))
+    files += sorted(inputs.package.rglob("*.py")) + sorted((inputs.root/"nbs").rglob("*.js"))
     digest = hashlib.sha256(builder.encode())
     for file in files:
         digest.update(f"\0{file}\0".encode() + (file.read_bytes() if file.is_file() else b"none"))

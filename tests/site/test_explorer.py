@@ -1,0 +1,194 @@
+"The explorer's numbers, computed by a browser, beside the package's own."
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from test_site import Browser, complaints, needs_browser, serve
+
+from dp_companion.budgets.certified import calibrate, certify
+from dp_companion.budgets.decayed import calibrate_claimed, claimed_budget
+from dp_companion.budgets.events import gaussian_events
+from dp_companion.budgets.risk import risk_of
+from dp_companion.budgets.schedules import PoissonPlan, schedule
+
+NBS = Path(__file__).resolve().parents[2]/"nbs"
+HEADLINE = dict(sigma=0.1916, decay="step", rate=0.5, drop=10, epochs=100, batch=64, n=60000,
+                delta=1e-5)
+FORMULAS = ("as_printed", "as_stated", "as_derived")
+pytestmark = [pytest.mark.browser, needs_browser]
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    "A tab that shows the explorer alone; yields it with its address."
+    folder = tmp_path_factory.mktemp("explorer")
+    html = ("<!doctype html><meta charset=utf-8><link rel=icon href='data:,'>"
+            "<div id=dp-explorer class=explorer></div><script src=explorer.js></script>")
+    (folder/"index.html").write_text(html, encoding="utf-8")
+    shutil.copyfile(NBS/"explorer.js", folder/"explorer.js")
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    with serve(folder) as address: yield browser, f"{address}/index.html"
+    browser.close()
+
+
+def address_of(s): return "#" + "&".join(f"{name}={value}" for name, value in s.items())
+
+
+def wait_for(browser, state, seconds=60):
+    "Wait until the page says that it has computed this much."
+    script = ("new Promise(done => { const look = n => { const s = document.getElementById("
+              f"'dp-explorer').dataset.state; if (s === '{state}' || n < 0) done(s); "
+              f"else setTimeout(look, 50, n - 1); }}; look({20*seconds}); }})")
+    return browser.evaluate(script)
+
+
+def cell(browser, name):
+    return browser.evaluate(f"document.querySelector('[data-name={name}]').textContent")
+
+
+def python_of(s):
+    "Schedule and plan of one of the page's settings."
+    given = {"decay_rate": s["rate"]} if s["decay"] != "none" else {}
+    if s["decay"] == "step": given["drop_every"] = s["drop"]
+    plan = PoissonPlan(dataset_size=s["n"], expected_batch_size=s["batch"], epochs=s["epochs"])
+    return schedule(s["decay"], initial=s["sigma"], **given), plan
+
+
+def settings(count):
+    "Settings from all over the page's range, the same in each run."
+    draw = random.Random(41)
+    while count:
+        decay = draw.choice(["none", "linear", "time", "step"])
+        rate = draw.uniform(.9, .999) if decay == "linear" else draw.uniform(.3, .99)
+        s = dict(sigma=round(10**draw.uniform(-.3, 1), 4), decay=decay, rate=round(rate, 3),
+                 drop=draw.choice([1, 2, 5, 10]), epochs=draw.choice([1, 3, 10, 20, 50, 100]),
+                 batch=draw.choice([16, 64, 256, 1024]),
+                 n=draw.choice([1797, 10000, 50000, 60000, 200000]),
+                 delta=draw.choice([1e-4, 1e-5, 1e-6]))
+        least = python_of(s)[0].at(s["epochs"] - 1)
+        if s["epochs"] % s["drop"] == 0 and least > .05:
+            count -= 1
+            yield s
+
+
+def number(value): return math.inf if value is None else value
+
+
+def problems(browser, s):
+    "Where the page's numbers and the package's differ too much."
+    found = browser.evaluate(
+        f"(() => {{ const s = {json.dumps(s)}, N = dpNumerics, events = N.eventsOf(s); return {{"
+        "rdp: N.rdpEpsilon(events, s.delta).epsilon, pld: N.pldEpsilon(events, s.delta).epsilon, "
+        f"claims: {json.dumps(FORMULAS)}.map(f => N.claim(s, f)).map(c => [c.epsilon, "
+        "c.conditions.map(p => p.holds)]) }; })()")
+    shape, plan = python_of(s)
+    spent = certify(gaussian_events(shape, plan), delta=s["delta"])
+    pairs = [("rdp", found["rdp"], spent["rdp"].epsilon, 1e-6),
+             ("pld", found["pld"], spent["pld"].epsilon, 1e-3)]
+    for formula, (epsilon, holds) in zip(FORMULAS, found["claims"]):
+        claim = claimed_budget(shape, plan, delta=s["delta"], formula=formula)
+        pairs.append((formula, number(epsilon), claim.epsilon, 1e-9))
+        if holds != [p.holds for p in claim.preconditions]: yield s, formula, "preconditions"
+    for name, page, package, tolerance in pairs:
+        if not math.isclose(page, package, rel_tol=tolerance): yield s, name, page, package
+
+
+def test_a_few_settings_agree_with_the_package(tab):
+    browser, address = tab
+    browser.open(address)
+    assert [p for s in settings(6) for p in problems(browser, s)] == []
+
+
+@pytest.mark.slow
+def test_two_hundred_settings_agree_with_the_package(tab):
+    browser, address = tab
+    browser.open(address)
+    assert [p for s in settings(200) for p in problems(browser, s)] == []
+
+
+def test_the_page_shows_the_headline_and_complains_of_nothing(tab):
+    browser, address = tab
+    browser.open(address)
+    assert wait_for(browser, "done") == "done"
+    host = address.split("/")[2]
+    assert [text for event in browser.events for text in complaints(event, host)] == []
+    assert cell(browser, "as_printed") == "0.9948"
+    spent = certify(gaussian_events(*python_of(HEADLINE)), delta=1e-5)
+    assert cell(browser, "rdp") == f"{spent['rdp'].epsilon:,.0f}"
+    first = browser.evaluate("document.querySelector('.lamps li').textContent")
+    assert first == "not met rho of a release <= 0.1"
+    assert browser.evaluate("document.querySelector('.verdict').className") == "verdict refuted"
+
+
+def test_the_best_attack_is_the_package_s(tab):
+    browser, address = tab
+    s = dict(HEADLINE, sigma=1.1, decay="none", epochs=20, batch=256)
+    browser.open(address + "?again" + address_of(s))
+    assert wait_for(browser, "done") == "done"
+    risk = risk_of(gaussian_events(*python_of(s)))
+    assert float(cell(browser, "mu")) == pytest.approx(risk.mu, rel=1e-2)
+    shown = [float(text.strip(" %"))/100 for text in cell(browser, "tpr").split(",")]
+    assert shown == pytest.approx(list(risk.true_positive_rate.values()), rel=1e-2)
+    assert float(cell(browser, "advantage")) == pytest.approx(risk.advantage, rel=1e-2)
+
+
+def test_the_address_holds_the_setting(tab):
+    browser, address = tab
+    s = dict(HEADLINE, sigma=2.5, decay="linear", rate=0.99)
+    browser.open(address + "?address" + address_of(s))
+    assert browser.evaluate("document.getElementById('dp-sigma').value") == "2.5"
+    browser.evaluate("(() => { const e = document.getElementById('dp-epochs'); e.value = 7; "
+                     "e.dispatchEvent(new Event('input')); })()")
+    shown = address_of(dict(s, epochs=7)).replace("1e-05", "0.00001") # as JavaScript writes it
+    assert browser.evaluate("location.hash") == shown
+
+
+def test_the_copied_python_prints_what_the_page_shows(tab, capsys):
+    browser, address = tab
+    s = dict(HEADLINE, sigma=3.0, epochs=10)
+    browser.open(address + "?python" + address_of(s))
+    code = browser.evaluate("document.querySelector('.python pre').textContent")
+    exec(compile(code, "explorer", "exec"), {})
+    said = capsys.readouterr().out
+    assert float(said.split("Certified ε: ")[1].split(" by RDP")[0]) == pytest.approx(
+        float(cell(browser, "rdp")), rel=1e-3)
+
+
+def test_a_target_gives_the_multiplier_of_the_package(tab):
+    browser, address = tab
+    browser.open(address)
+    shape, plan = python_of(HEADLINE)
+    for kind, expected in (
+            ("rdp", calibrate(shape, plan, target_epsilon=1, delta=1e-5)),
+            ("as_printed", calibrate_claimed(shape, plan, target_epsilon=1, delta=1e-5)),
+            ("as_stated", calibrate_claimed(shape, plan, target_epsilon=1, delta=1e-5,
+                                            formula="as_stated"))):
+        found = browser.evaluate(f"dpNumerics.calibrate({json.dumps(HEADLINE)}, 1, '{kind}')")
+        assert found == pytest.approx(expected, rel=2e-4), kind
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(batch=70000), "the batch size must be at most the data set size"),
+    (dict(sigma=0.1), "the noise falls below a multiplier of 0.005"),
+    (dict(epochs=2.5), "must be a whole number")])
+def test_a_wrong_setting_is_one_sentence(tab, change, words):
+    browser, address = tab
+    browser.open(f"{address}?{words.split()[1]}{address_of(dict(HEADLINE, **change))}")
+    assert words in browser.evaluate("document.querySelector('.verdict').textContent")
+    assert cell(browser, "rdp") == "–"
+
+
+@pytest.mark.slow
+def test_a_change_shows_at_once(tab):
+    browser, address = tab
+    times = []
+    for epochs in range(95, 101):
+        s = dict(HEADLINE, sigma=5.0, decay="linear", rate=0.98, epochs=epochs)
+        browser.open(f"{address}?{epochs}{address_of(s)}")
+        times.append(float(browser.evaluate(
+            "document.getElementById('dp-explorer').dataset.milliseconds")))
+    assert min(times) < 100
+    assert (NBS/"explorer.js").stat().st_size < 100_000
