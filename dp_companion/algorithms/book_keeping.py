@@ -378,15 +378,18 @@ class RecordedSamples:
     "Some samples of a recorded batch: their gradient norms, and a way to add their weighted sum."
     # `late`: (Slot, LatePart) each; `known`: (samples,)
     def __init__(self, at:slice, late:list, known:Tensor, divisor):
-        self.at, self.divisor, self.added = at, divisor, None
+        # One divisor for all samples, or each its own
+        own = isinstance(divisor, Tensor) and divisor.dim()==1
+        self.at, self.divisor, self.added = at, divisor[at] if own else divisor, None
         self._parts = [(slot, part.formed(at)) for slot, part in late]
         recorded = _summed([known, *(part.squared_norms for _, part in self._parts)]).sqrt_()
         self._bad = ~torch.isfinite(recorded)
-        self.norms = recorded if divisor==1 else divisor*recorded # (samples,)
+        self.is_whole = not own and divisor==1 # Whether the loss divides by nothing
+        self.norms = recorded if self.is_whole else (self.divisor*recorded).to(recorded) # (samples,)
 
     def add_weighted_sum(self, scales:Tensor): # (samples,)
         "Add the sum of scales times gradients; samples whose norm is not finite are left out."
-        if self.divisor!=1:
+        if not self.is_whole:
             scales = self.divisor*scales
         _add_parts(self._parts, scales, self._bad)
         self._parts, self.added = None, (scales, self._bad) # What was formed late is freed
@@ -396,7 +399,7 @@ class RecordedSamples:
 def samples(self:BookKeeping,
     *,
     at_once:bool=False, # Whether all samples must be in one piece
-    divisor:int=1, # What the loss divided every sample's gradient by
+    divisor:float|Tensor=1, # What the loss divided samples' gradients by; a number, or (batch,)
 ): # Yields `RecordedSamples` in order
     "The samples of the recorded pass, piece after piece; their sums go into the flat buffer."
     late, early = self._closed()

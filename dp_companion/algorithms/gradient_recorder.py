@@ -46,6 +46,7 @@ class GradientRecorder:
     ):
         self.model, self.book = model, BookKeeping(model, kernels=kernels)
         self.flat, self.slots, self.kernels = self.book.flat, self.book.slots, self.book.kernels
+        self.trace = None # A `LossTrace`, where a loop has a loss of its own
         self.clear()
 
     @property
@@ -55,13 +56,15 @@ class GradientRecorder:
     def clear(self):
         "Forget the last forward and backward pass."
         self.batch_size, self.divisor = None, 1
+        if self.trace is not None: self.trace.clear()
+        self.trace = None
         self.book.clear()
 
     def record(self,
         inputs, # A tensor, a tuple of arguments, a dict of them, or `Arguments`; batch first
         batch_size:int, # Of the physical batch
         *,
-        divisor:int=1, # What the loss will divide every gradient by: the batch size for a mean
+        divisor:float|Tensor|None=1, # What the loss divides gradients by; None: read from it later
     ): # What the model returns
         "Run the forward pass, ready for a backward pass."
         check_precision(self.flat.device.type)
@@ -84,12 +87,20 @@ class GradientRecorder:
             raise ValueError("optimizer.step must follow a forward pass of the returned module in "
                              "training mode and its " "loss.backward, got neither or one")
         if self.batch_size:
+            self.check_read()
             refuse_past(p.grad for p in self.slots)
         return self.batch_size
+
+    def check_read(self):
+        "Refuse a loss that nobody has read."
+        if self.divisor is None: raise ValueError("loss.backward must be called on a loss that "
+            "torch's functions make of the module's outputs, got one that nobody could read; give "
+            "optimizer.backward one loss per sample in its place")
 
     def samples(self, *, at_once:bool=False): # Yields `RecordedSamples`; in one piece if `at_once`
         "The recorded samples, with their norms; the sums that are added go into `flat`."
         refuse_past(p.grad for p in self.slots)
+        self.check_read()
         self.book.check_batch(self.batch_size)
         yield from self.book.samples(at_once=at_once, divisor=self.divisor)
         self.clear()

@@ -12,6 +12,7 @@ import warnings
 from functools import partial
 import torch
 from torch import nn, Tensor
+from .loss_reading import LossReading, LossTrace
 from .nested_tensors import Arguments, batch_size_of, call_model
 from .nested_tensors import mapped, tensors_of
 from .private_step import PrivateStep, check_trainable
@@ -60,6 +61,7 @@ class PrivateModule(nn.Module):
         # Its parts may be in evaluation mode
         self._module, self.training = private_step.model, private_step.model.training
         self.private_step, self.loss_reduction = private_step, loss_reduction
+        self._fixed = [] # Class weights and their like, as an earlier look at the loss found them
 
     def forward(self, *args, **kwargs):
         inputs, state = Arguments(args, kwargs), self.private_step.spot_check.state
@@ -80,9 +82,21 @@ class PrivateModule(nn.Module):
         if spot_check.is_due(batch_size):
             losses_of = partial(_random_sums, warns=not any(spot_check.passes))
             spot_check.look(losses_of, inputs, recorder.flat.new_zeros(batch_size))
+            spot_check.look_at_losses(inputs, batch_size)
         spot_check.count(batch_size)
-        return recorder.record(inputs, batch_size,
-                               divisor=batch_size if self.loss_reduction=="mean" else 1)
+        output = recorder.record(inputs, batch_size, divisor=None)
+        recorder.trace = LossTrace(batch_size, self._take, is_looking=spot_check.is_looking,
+                                   fixed=self._fixed)
+        return recorder.trace.traced(output)
+
+    def _take(self, reading:LossReading):
+        "Take what the loop's loss divides by, if it is what was announced."
+        said = self.loss_reduction
+        if reading.is_mean is not None and reading.is_mean!=(said=="mean"):
+            raise ValueError(f"loss_reduction must be what the loop's loss does over the batch, "
+                             f"got loss_reduction={said!r} for a "
+                             f"{'mean' if reading.is_mean else 'sum'}; change one of them")
+        self.private_step.recorder.divisor = reading.divisor
 
     def _empty(self, inputs:Arguments): # The module's output for no rows
         recorder = self.private_step.recorder

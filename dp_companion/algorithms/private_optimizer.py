@@ -181,6 +181,21 @@ def step(self:PrivateOptimizer,
         raise
     return closure
 
+# %% ../../nbs/algorithms/private_optimizer.ipynb #d12e3723
+@patch
+def backward(self:PrivateOptimizer,
+    losses:Tensor, # (batch,) one loss per sample, as of `reduction="none"`
+):
+    "Run back one loss per sample, in place of `loss.backward()`; each must be of its own record."
+    recorder = self.recorder
+    if losses.dim()!=1 or len(losses)!=recorder.batch_size: raise ValueError("losses must be one "
+        f"loss per sample, of shape ({recorder.batch_size},), got shape {tuple(losses.shape)}; use "
+        "reduction=\"none\", and a mean over what is inside a sample")
+    with torch._C.DisableTorchFunctionSubclass():
+        trace, recorder.divisor = recorder.trace, 1
+        if trace is not None and trace.is_looking: trace.look([losses], divisor=1)
+        if losses.requires_grad: losses.sum().backward()
+
 # %% ../../nbs/algorithms/private_optimizer.ipynb #4d261d72
 @patch
 def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):

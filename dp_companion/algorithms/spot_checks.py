@@ -13,10 +13,13 @@ import warnings
 from contextlib import contextmanager, suppress
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import is_power_or_zero, recorded_layers
 from .gradient_recorder import GradientRecorder
-from .nested_tensors import Arguments, mapped, samples_of, tensors_of
+from .loss_reading import read_loss
+from dp_companion.algorithms.nested_tensors import (Arguments, call_model, mapped, samples_of,
+    tensors_of)
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #9d3b17ef
 @contextmanager
@@ -289,3 +292,42 @@ class SpotCheck:
         def recorded(recorder):
             return losses(lambda *args, **kwargs: recorder.record(Arguments(args, kwargs), n))
         return recorder, _record_alone(recorder, recorded, k)
+
+# %% ../../nbs/algorithms/spot_checks.ipynb #0c26573e
+def _scalars(output)->list: # Tensors
+    "The losses among a module's outputs."
+    return [x for x in tensors_of(output) if x.dim()==0 and x.is_floating_point()
+            and x.requires_grad]
+
+# `weights`: (divisors) -> (samples,). The sum is in the recorder's `flat`
+def _weighted_parts(model, inputs, samples:int, weights, kernels:dict)->GradientRecorder|None:
+    "A weighted sum of what samples have in a model's own losses, as these are read."
+    recorder = GradientRecorder(model)
+    recorder.kernels = recorder.book.kernels = kernels
+    losses = _scalars(recorder.record(mapped(_own_copy, inputs), samples))
+    if not losses: return None
+    try: recorder.divisor = read_loss([x.grad_fn for x in losses], samples).divisor
+    except ValueError: return None # The loop may not use it; where it does, it is refused there
+    each, start = weights(torch.as_tensor(recorder.divisor).expand(samples)), 0
+    sum(losses).backward()
+    for part in recorder.samples():
+        end = start + len(part.norms)
+        part.add_weighted_sum(each[start:end].to(part.norms))
+        start = end
+    return recorder
+
+# %% ../../nbs/algorithms/spot_checks.ipynb #6cfc8d6d
+@patch
+def look_at_losses(self:SpotCheck, inputs, samples:int):
+    "Refuse a loss inside the model that gives a sample another gradient beside copies of itself."
+    def parts(inputs, weights): return self._drawn(lambda model: _weighted_parts(model, inputs,
+        samples, weights, self.recorder.kernels))
+    def ordinary(model): return torch.autograd.grad(sum(_scalars(call_model(model,
+        mapped(_own_copy, inputs)))), list(self.recorder.slots), allow_unused=True)
+    for k in {self.sample(samples), (self.sample(samples)+samples//2)%samples}:
+        def only(D): return (torch.arange(samples, device=D.device)==k).double()
+        own, beside = parts(inputs, only), parts(_copies(inputs, k, samples), only)
+        if own is None or beside is None: return
+        size, away = _norm_of([beside.flat]), _norm_of([own.flat-beside.flat])
+        if math.isfinite(away) and away>.01*max(size, 1e-18): raise ValueError(_MEET)
+    _check_direction(parts(inputs, lambda D: 1/D), self._drawn(ordinary))
