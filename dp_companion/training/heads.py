@@ -31,8 +31,15 @@ from .records import provenance, write_json
 from .run import stream_seed
 from .spec import as_named, digest, require, require_count, require_positive
 
-# %% ../../nbs/training/heads.ipynb #f72b2022
-_BLOCK = 256 # Rows that are widened at once
+# %% ../../nbs/training/heads.ipynb #b71372cc
+_BLOCK = 128 # Rows that are widened at once
+
+def _logits(
+    weights:tuple, # (classes, size) and (classes,)
+    rows:Tensor, # (batch, size) float32
+)->Tensor: # (batch, classes)
+    "The layer, in the order of factors that is fast for few classes."
+    return torch.addmm(weights[1][:, None], weights[0], rows.T).T
 
 def _add_clipped(
     gradient:tuple, # (classes, size) and (classes,); added to
@@ -43,7 +50,7 @@ def _add_clipped(
     divisor:int, # b
 ):
     "Add the clipped gradients of some rows, over b."
-    residuals = torch.softmax(torch.addmm(weights[1], rows, weights[0].T), 1)
+    residuals = torch.softmax(_logits(weights, rows), 1)
     residuals[torch.arange(len(labels)), labels] -= 1
     scales = torch.ones(len(labels))
     if rule is not None:
@@ -148,12 +155,18 @@ class _Head:
         self.bounds = self.plan.per_step(spec.bounds).tolist()
         is_private = spec.noise is not None
         self.sigmas = self.plan.per_step(spec.noise).tolist() if is_private else None
+        size = (_BLOCK, rows.train.shape[1])
+        self.packed, self.wide = (torch.empty(size, dtype=d) for d in (torch.half, torch.float))
         self.averages_from = self.plan.steps - int(spec.averaged*self.plan.steps)
 
     def split(self, flat:Tensor)->tuple: # (classes, size) and (classes,)
         "Weights and bias, as views."
         cut = len(flat) - self.rows.classes
         return flat[:cut].view(self.rows.classes, -1), flat[cut:]
+    def widened(self, at:Tensor)->Tensor: # (batch, size) float32, valid until the next call
+        "Some rows, through buffers that stay in the cache."
+        packed = torch.index_select(self.rows.train, 0, at, out=self.packed[:len(at)])
+        return self.wide[:len(at)].copy_(packed)
     def account(self)->tuple: # The rule and the noise's standard deviation
         "Write the next step down before its noise is drawn."
         self.batches.check_step()
@@ -170,7 +183,7 @@ class _Head:
         gradient = self.noise.fill_(torch.empty_like(self.flat), std)
         parts, weights = self.split(gradient), self.split(self.flat)
         for at in self.rows.kept[batch].split(_BLOCK):
-            _add_clipped(parts, weights, self.rows.train[at].float(), self.rows.labels[at], rule,
+            _add_clipped(parts, weights, self.widened(at), self.rows.labels[at], rule,
                 self.plan.expected_batch_size)
         self.velocity.mul_(self.spec.momentum).add_(gradient)
         self.flat.sub_(self.velocity, alpha=self.spec.learning_rate)
@@ -196,7 +209,7 @@ def _judged(
     "How a trained head does on the rows that judge; which of them are right, as packed bits."
     weights = head.split(head.mean if head.spec.averaged else head.flat)
     truth, classes = head.rows.truth, head.rows.classes
-    logits = torch.cat([torch.addmm(weights[1], part.float(), weights[0].T)
+    logits = torch.cat([_logits(weights, part.float())
         for part in head.rows.judged.split(_BLOCK)])
     said = logits.argmax(1)
     right = said == truth
