@@ -291,13 +291,14 @@ def head_record(
     features:Features, # Of its data set and extractor
     runs:Path=Path("runs"), # Folder of runs
     *,
+    path:Path|None=None, # Of the record; None: in `runs`/heads, by its name
     labels:dict|None=None, # What a page says of the setting
     threads:int=1, # Seeds at once
 )->HeadRecord: # Found, or trained now
     "The record of a setting; seeds that are there are not trained again."
-    path = Path(runs)/"heads"/f"{spec.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
+    path = Path(path or Path(runs)/"heads"/f"{spec.name}.json")
+    for folder in (path.parent, Path(runs)/"heads"): folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(Path(runs)/"heads"/f".{spec.name}.lock"):
         found = read_head(path).seeds if path.exists() else {}
         missing = [seed for seed in seeds if str(seed) not in found]
         if not missing: return read_head(path)
