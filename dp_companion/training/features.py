@@ -227,7 +227,8 @@ def load_features(
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(".lock")):
         if not _is_whole(path): _write_features(data, chosen, path)
-    found, cut = np.load(path, mmap_mode="r"), len(data.train_labels)
+    cut = len(data.train_labels)
+    found = np.load(path, mmap_mode="c") # A change would stay in memory
     return Features(dataset=data.name, extractor=extractor, train=found[:cut], test=found[cut:],
         train_labels=data.train_labels, test_labels=data.test_labels, classes=data.classes,
         source=f"{data.source}. {chosen.public}")

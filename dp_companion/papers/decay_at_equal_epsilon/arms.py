@@ -166,7 +166,8 @@ def profile_arms(
     "What a profile trains."
     known = ("digits", "laptop", "paper")
     require(profile in known, "profile", f"one of {', '.join(known)}", profile)
-    if profile == "digits": return {"digits": arms("digits", epsilons=(3.,))}
+    few = ("constant", "linear", "step 0.5", "growing")
+    if profile == "digits": return {"digits": arms("digits", noises=few, epsilons=(3.,))}
     return {name: [arm for part in _PARTS for arm in arms(name, **part)]
         for name in ("cifar10", "mnist", "ham10000", "cifar10_scattering")}
 
