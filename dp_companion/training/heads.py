@@ -26,7 +26,7 @@ from ..budgets.events import gaussian_events
 from ..budgets.schedules import Constant, PoissonPlan, Schedule
 from .features import Features
 from .multipliers import first_multiplier
-from .planning import cached
+from .planning import _UNITS, cached
 from .records import provenance, write_json
 from .run import stream_seed
 from .spec import as_named, digest, require, require_count, require_positive
@@ -120,9 +120,9 @@ def head_budget(
     runs:Path=Path("runs"), # Folder of runs; budgets are kept in its cache
 )->BudgetReport: # Nothing certified without privacy
     "What standard accountants certify for every seed of a head."
-    if spec.noise is None: return BudgetReport(certified={}, delta=spec.delta)
-    events = gaussian_events(spec.noise, spec.plan(records))
-    return cached(budget_report, runs)(events, delta=spec.delta)
+    unit = dict(delta=spec.delta, privacy_unit=_UNITS.get(spec.dataset, "record"))
+    if spec.noise is None: return BudgetReport(certified={}, **unit)
+    return cached(budget_report, runs)(gaussian_events(spec.noise, spec.plan(records)), **unit)
 
 # %% ../../nbs/training/heads.ipynb #5be8cb88
 class _Rows:

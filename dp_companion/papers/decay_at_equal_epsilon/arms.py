@@ -40,8 +40,8 @@ SETTINGS = {
         expected_batch_size=4096, max_grad_norm=.1),
     "cifar10": Setting(**_CIFAR, extractor="efficientnet_lite0", max_grad_norm=1.),
     "cifar10_scattering": Setting(**_CIFAR, extractor="scattering", max_grad_norm=.1),
-    "ham10000": Setting(dataset="ham10000_lesions", extractor="efficientnet_lite0", records=5976,
-        expected_batch_size=1024, max_grad_norm=1., delta=1e-3, epochs=(20, 50)),
+    "ham10000": Setting(dataset="ham10000_lesions_160", extractor="efficientnet_lite0_160",
+        records=5976, expected_batch_size=1024, max_grad_norm=1., delta=1e-3, epochs=(20, 50)),
     "digits": Setting(dataset="digits", extractor="small_scattering", records=1437,
         expected_batch_size=128, max_grad_norm=.5, delta=1e-3),
 }
@@ -84,8 +84,8 @@ class Arm:
             require(value in known, name, f"one of {', '.join(known)}", value)
     @property
     def file(self)->str: # Below the folder of the comparison
-        words = (self.noise.replace(" ", "-"), f"bound-{self.bound}", f"momentum-{self.momentum:g}",
-            self.length, f"epsilon-{self.epsilon:g}")
+        words = (self.noise.replace(" ", "-"), f"bound-{self.bound}",
+            f"momentum-{self.momentum:g}", self.length, f"epsilon-{self.epsilon:g}")
         return f"{self.setting}/{'_'.join(words)}.json"
     @property
     def spec(self)->HeadSpec: # Before calibration; its rate is the first of `rates`
@@ -136,7 +136,8 @@ def arm_record(
     if path.exists(): found = read_head(path)
     if found and len(found.seeds) >= seeds: return found
     if found:
-        spec, tries = replace(spec, learning_rate=found.spec["learning_rate"]), found.labels["tries"]
+        tries = found.labels["tries"]
+        spec = replace(spec, learning_rate=found.spec["learning_rate"])
     else: spec, tries = tuned(spec, arm.rates, features, threads=threads)
     return head_record(spec, range(seeds), features, runs, path=path, threads=threads,
         labels={**vars(arm), "tries": tries})

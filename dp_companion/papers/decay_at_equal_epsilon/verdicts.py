@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'DECAYS', 'Comparison', 'compare_arms', 'arm_verdicts', 'answer_sentences', 'arm_differences', 'lost_classes',
-           'at_the_edge', 'too_wide']
+           'at_the_edge', 'too_wide', 'provenance_line']
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #7cef2d85
 from dataclasses import dataclass, replace
 import numpy as np
+from ..tables import made_with
 from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, Difference, Verdict
 from ...training.heads import HeadRecord
 from ...training.paired import Paired, counted, holm, listed, seeds_and_images
@@ -36,8 +37,9 @@ class Comparison:
     def arm(self)->str:
         "What is changed, in words."
         labels = self.ours.labels
-        words = {"noise alone": f"noise {labels['noise']}", "bound alone": f"bound {labels['bound']}"}
-        return words.get(self.part, f"noise {labels['noise']}, bound {labels['bound']}")
+        noise, bound = f"noise {labels['noise']}", f"bound {labels['bound']}"
+        words = {"noise alone": noise, "bound alone": bound}
+        return words.get(self.part, f"{noise}, {bound}")
     @property
     def place(self)->str:
         "Where the comparison is made."
@@ -164,3 +166,13 @@ def too_wide(
     "Where more seeds are needed: half a width above 0.3 points, 0.5 on CIFAR-10 and HAM10000."
     def limit(c): return .5 if c.ours.labels["setting"].startswith(("cifar", "ham")) else _SMALL
     return [c for c in comparisons if not c.paired.half <= limit(c)]
+
+def provenance_line(
+    records:list, # HeadRecords that the page shows
+    profile:str, # As the page was told
+): # Shown by a notebook as Markdown
+    "Arms, runs, commits, versions and devices of a page."
+    from IPython.display import Markdown
+    runs = sum(len(r.seeds) for r in records)
+    return Markdown(f"*Provenance: profile {profile}; {counted(len(records), 'arm')}, {runs:,} "
+        f"runs; {made_with(records)}.*")
