@@ -44,7 +44,7 @@ def _only_imports(source):
 
 def _keep_exported(cell):
     "Keep exported code on the page, with a tag for its looks; hide cells that only import."
-    words = [word for word in ("export", "exports") if word in cell.directives_]
+    words = [word for word in ("export", "exports", "exporti") if word in cell.directives_]
     for word in words: cell.directives_.pop(word)
     if "nbdev_export" "()" in cell.source or (words and _only_imports(cell.source)):
         cell.directives_["hide"] = []
