@@ -40,7 +40,7 @@ def row_of(
     record:RunRecord, # One run
     metric:str="accuracy", # As for `metric_of`
 )->dict: # Plain values, one row
-    "What a table needs of one record."
+    "The values of one record that a table needs."
     spec, budget = record.spec, record.budget
     certified = {f"certified_{name}": budget["certified"].get(name,
         {"epsilon": math.inf})["epsilon"] for name in ("rdp", "pld")}

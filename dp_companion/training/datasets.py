@@ -461,7 +461,7 @@ _TO_GET = {
 def where(
     name:str, # A key of `DATASETS`
 )->str: # One sentence
-    "Whether the named data set is at hand, and where it is or goes."
+    "Where the named data set is, or where to put it."
     _check_name(name)
     if "digits" in name: return "bundled with scikit-learn"
     if "synthetic" in name: return "drawn from a formula on each use; SYNTHETIC, no measurement"

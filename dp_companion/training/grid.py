@@ -20,7 +20,7 @@ from .training import train
 # %% ../../nbs/training/grid.ipynb #d018cbcc
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    "How much of a paper to run on one of its data sets: sizes, never the algorithm."
+    "The sizes of runs on one data set of a paper; a profile never changes the algorithm."
     dataset:str # A key of `datasets.DATASETS`
     model:str # A key of `models.MODELS`
     dataset_size:int # Its training records: public, part of the plan

@@ -38,7 +38,7 @@ def decoded(
     folder:Path, # A folder of data
     read, # A function of the folder that gives a dict of tensors and plain values
 )->dict: # What `read` gave, now or before
-    "What `read` makes of `folder`, from the cache where the folder has not changed."
+    "The result of `read` on `folder`, from the cache if the folder has not changed."
     path = cache_root()/f"{folder.name}-{read.__name__.strip('_')}-{_listing_key(folder)}.pt"
     if (content := _cached(path)) is not None: return content
     content, buffer = read(folder), io.BytesIO()

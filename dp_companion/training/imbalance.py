@@ -22,7 +22,7 @@ def _imbalance_metrics(
     majority:int=MAJORITY, # The majority class; all others are the minority group
     class_names:Sequence=(), # Names of the classes; their numbers where empty
 )->dict: # accuracy, balanced_accuracy, matthews, accuracy_majority, accuracy_minority, by class
-    "What paper `sad` and its reference [2] report; shares of 1, matthews in [-1, 1]."
+    "The metrics of paper `sad` and of its reference [2]; shares of 1, matthews in [-1, 1]."
     from sklearn.metrics import balanced_accuracy_score, matthews_corrcoef
     _check_outputs(logits, labels)
     predictions, names = logits.argmax(1), list(class_names) or range(logits.shape[1])

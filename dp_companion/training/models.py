@@ -188,7 +188,7 @@ class _Resize(nn.Module):
 def _weights_file(
     name:str, # nf_net_f0 or nf_net_f1
 )->Path: # It may not exist
-    "Where the pre-trained weights of an NF-Net are looked for."
+    "The path of the pre-trained weights of an NF-Net."
     return data_root()/"weights"/f"{_NF_NETS[name][0]}.safetensors"
 
 # %% ../../nbs/training/models.ipynb #015caf3d

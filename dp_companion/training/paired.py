@@ -68,7 +68,7 @@ def compared(
     value, # RunRecord -> float
     among:int=1, # As for `spread_says`
 )->tuple[str,str]: # As `spread_says`, the second with the number of seeds; "" twice without seeds
-    "How one cell compares with another on the seeds that both have."
+    "The comparison of two cells on their common seeds."
     pairs = same_seeds(ours, theirs)
     if not pairs[0]: return "", ""
     verdict, gap = spread_says(*([value(r) for r in rows] for rows in pairs), among)
@@ -99,7 +99,7 @@ def above_one_of(
     value, # RunRecord -> float
     others:int, # Number of other cells
 )->tuple[str,str]: # As `compared`
-    "How one cell compares with one of several: above only with Bonferroni's correction."
+    "The comparison with one of several cells: above only with Bonferroni's correction."
     found = compared(ours, theirs, value)
     return compared(ours, theirs, value, others) if found[0] == "above" else found
 

@@ -138,7 +138,7 @@ def step(
     indices:list, # The Poisson batch: positions in the training set, perhaps none
     noise_multiplier:float, # Of this step, from the schedule
 )->StepReport: # What is named nonprivate in it is for the page only
-    "One step: accounted for, taken, and held against the account."
+    "One step: write it down, take it, and compare it with the account."
     t, data = training.batches.steps_taken, training.data
     looks = [watch() for watch in training.watchers]
     account(training, noise_multiplier)
@@ -278,7 +278,7 @@ class Run:
             if self.is_private else None)
 
     def build_training(self, model, loss, kernels)->PoissonTraining:
-        "How a network is trained by this run."
+        "The training of a network in this run."
         spec = self.spec
         optimizer = build_optimizer(spec.optimizer, model.parameters(),
             learning_rate=spec.learning_rate, weight_decay=spec.weight_decay)

@@ -210,7 +210,7 @@ class DecayingMethod(Method):
         return schedule(self.decay, **given, drop_every=drop)
     @property
     def drops(self)->bool:
-        "Whether something falls every `drop_every` epochs."
+        "Whether noise or bound drops every `drop_every` epochs."
         return self.decay == "step"
     def check(self, spec):
         super().check(spec)

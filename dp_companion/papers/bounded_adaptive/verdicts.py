@@ -24,7 +24,7 @@ def judge_bounded(
     targets:tuple, # Epsilons
     where:str, # As the page names the data
 )->list: # Verdicts
-    "What runs say of the minority group."
+    "Verdicts on the accuracy of the minority group."
     def at(method, t):
         return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method, t)]
     made = []

@@ -62,7 +62,7 @@ def moved(
     seed:int, # Of everything
     **sizes, # records: as `worst_case` takes it
 )->float: # Norm of last minus initial; exactly 0 if all images were blank
-    "How far the first matrix moved in one training."
+    "The distance that the first matrix moved in one training."
     run = SanitizedRun(replace(spec, seed=seed), worst_case(spec.dataset, is_bright, **sizes))
     weight = _first_weight(run)
     start = weight.detach().clone()
@@ -86,7 +86,7 @@ def claimed_there(
     spec:RunSpec, # From `short`
     records:int, # N of the attack
 )->float: # epsilon (nats)
-    "What the paper's formula claims for the run that an attack trains."
+    "The ε of the paper's formula for the run that an attack trains."
     run = SanitizedRun(spec, worst_case(spec.dataset, True, records=records))
     return layer_report(spec, run.plan, run.model).claimed.epsilon
 

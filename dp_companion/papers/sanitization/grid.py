@@ -24,7 +24,7 @@ from ...training.planning import cached
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d12092db
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile(Profile):
-    "How much of paper sanitization to run on one of its data sets: sizes, never the algorithm."
+    "The sizes of runs on one data set of paper sanitization."
     learning_rate:float=1e-3 # Initial learning rate
     width:int=50 # n
     clip:float=.5 # C
@@ -121,7 +121,7 @@ LAYER_METHODS = (*PRINTED, *REAL, *PLAIN)
 def claim_of(
     profile:LayerProfile, # Sizes
 )->float: # epsilon (nats), rounded up
-    "What the paper's formula claims for σ = 1 at a profile's sizes."
+    "The ε of the paper's formula for σ = 1 at a profile's sizes."
     release = RowRelease(width=profile.width, noise_multiplier=1., releases=profile.epochs,
                          rows="nonnegative")
     return math.ceil(1e4*claimed_rows(release, profile.plan, delta=profile.delta).epsilon)/1e4

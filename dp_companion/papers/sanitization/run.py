@@ -87,7 +87,7 @@ class ScaledHead(nn.Module):
         return math.hypot(self.layers[0].noise_std, self.layers[0].clip)
     @property
     def bias_input(self)->float: # Dimensionless
-        "What the bias is multiplied by: as large as a clipped element over the scale."
+        "The input of the bias: a clipped element over the scale."
         return self.layers[0].clip/self.by
 
     def forward(self,
@@ -252,7 +252,7 @@ def count(self:SanitizedRun,
 
 @patch
 def parts(self:SanitizedRun)->dict: # Of tensors and plain values
-    "What changes between epochs, besides the network."
+    "The further state that changes between epochs."
     return {"sampling": self.sampling.get_state(), "noise": self.noise.get_state(),
         "learner": self.learner.state_dict(),
         "training": self.training and self.training.state_dict(), "stds": self.watch.epochs,

@@ -81,7 +81,7 @@ def judge_layers(
     where:str, # As the page names the data
     loose:float|None=None, # A second, larger target of some versions, left out here
 )->list: # Verdicts
-    "What runs say of the paper's ε, of accuracy at equal ε, and of the moving bound."
+    "Verdicts on the paper's ε, on accuracy at equal ε, and on the moving bound."
     claims = {"The paper's formula covers a run as printed":
             _formula_covers([r for r in records if r.spec.method.name in PRINTED]),
         "The paper's formula covers the rows alone": _formula_covers_rows(records),
