@@ -314,18 +314,29 @@ def head_record(
 # %% ../../nbs/training/heads.ipynb #c2cfde6c
 def tuned(
     spec:HeadSpec, # The setting
-    rates:tuple, # Learning rates to try
+    rates:tuple, # Learning rates to try first, at equal ratios
     features:Features, # Of its data set and extractor
     *,
     seeds=(1000, 1001), # Of the tries
     share:float=.1, # Of the training records, held out
     threads:int=1, # Seeds at once
+    beyond:int=4, # How many rates may be tried beyond the first ones
 )->tuple[HeadSpec, dict]: # With the best rate; and rate, as text, to mean validation accuracy
     "The setting with the learning rate that does best on held-out training records."
-    held_out, found = int(share*len(features.train_labels)), {}
-    for rate in sorted(rates):
+    held_out = int(share*len(features.train_labels))
+    def accuracy(rate):
         tried = replace(spec, learning_rate=rate, held_out=held_out)
         results = train_heads(tried, seeds, features, threads).values()
-        found[rate] = float(np.mean([r["accuracy"] for r in results]))
-    best = max(found, key=found.get)
-    return replace(spec, learning_rate=best), {f"{r:g}": round(a, 6) for r, a in found.items()}
+        return float(np.mean([r["accuracy"] for r in results]))
+    found = {rate: accuracy(rate) for rate in rates}
+    while (new := _next_rate(found, rates)) and len(found) < len(rates) + beyond:
+        found[new] = accuracy(new)
+    best = max(sorted(found), key=found.get)
+    return replace(spec, learning_rate=best), {f"{r:g}": round(found[r], 6) for r in sorted(found)}
+
+def _next_rate(found, rates)->float|None: # None where the best rate lies inside
+    "The rate beyond the best one."
+    tried, ratio = sorted(found), max(rates[0], rates[1])/min(rates[0], rates[1])
+    best = max(tried, key=found.get)
+    if best == tried[0]: return float(f"{best/ratio:.6g}")
+    return float(f"{best*ratio:.6g}") if best == tried[-1] else None
