@@ -525,3 +525,28 @@ def _got(error, arguments):
     words = [word for argument in arguments for word in argument.split("=", 1)]
     return next((f", got {word}" for option, word in zip(words, words[1:])
                  if option in options and f"'{word}'" not in sentence), "")
+
+# %% ../nbs/cli.ipynb #516d62e6
+@app.command()
+def claim(
+    file:Annotated[str, typer.Argument(help="A claim's JSON file, or a name in the register; "
+        "without one, the names.")]="",
+    csv:Annotated[Path | None, typer.Option(help="Write the whole register, recomputed, here.")]=None,
+    as_json:JsonFlag=False,
+):
+    """Recompute a printed ε: certified, bounded below, and its verdict.
+
+    Example: dp-companion claim tfp_mnist_60_epochs
+    """
+    from dataclasses import asdict
+    from dp_companion.papers.register import recompute, recompute_all
+    from dp_companion.papers.register.page import register_csv
+    from dp_companion.papers.register.schema import read_claim, register
+    if csv:
+        with _waiting("recomputing the register"): text = register_csv(recompute_all())
+        csv.write_text(text, encoding="utf-8")
+        return typer.echo(f"{len(register())} claims: {csv}")
+    if not file: return typer.echo("\n".join(register()))
+    with _waiting("recomputing"):
+        found = recompute(register().get(file) or read_claim(file))
+    _say(asdict(found), as_json)
