@@ -63,8 +63,9 @@ def download(
     return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 def _copy_looks(root, folder):
-    "Copy the style sheet and the icon; their names."
-    names = [name for name in ("styles.css", "favicon.svg") if (root/"nbs"/name).is_file()]
+    "Copy the style sheet, the icon and the copy buttons; their names."
+    names = [name for name in ("styles.css", "favicon.svg", "copy_buttons.js")
+             if (root/"nbs"/name).is_file()]
     for name in names: copy_file(root/"nbs"/name, folder/name)
     return names
 
@@ -150,12 +151,13 @@ def _sphinx_conf(inputs, looks):
     theme = {"use_download_button": True, "show_toc_level": 2, "logo": {"text": title},
              "navbar_persistent": [], "search_bar_text": "Search"}
     if inputs.cff: theme["extra_footer"] = f"<p>Cite as: {escape(citation(inputs.cff)[0])}</p>"
-    sheets = [name for name in looks if name == "styles.css"]
+    sheets, scripts = ([name for name in looks if name.endswith(end)] for end in (".css", ".js"))
     order = inputs.root.resolve()/"nbs/search_order.js" # of what a search finds
     return {**_FIXED, "project": title, "author": settings.get("author", ""),
             "copyright": settings.get("copyright", ""), "release": settings.get("version", ""),
             "html_theme_options": theme, "html_title": title,
-            "html_static_path": sheets, "html_css_files": sheets,
+            "html_static_path": sheets + scripts, "html_css_files": sheets,
+            "html_js_files": scripts,
             "html_search_scorer": str(order) if order.is_file() else "",
             "html_favicon": "favicon.svg" if "favicon.svg" in looks else None}
 

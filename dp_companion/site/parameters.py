@@ -8,6 +8,7 @@ __all__ = ['declared_parameters', 'check_parameters', 'report_parameters', 'chec
 # %% ../../nbs/site/parameters.ipynb #9d2923d4
 import ast
 import json
+import os
 from pathlib import Path
 
 # %% ../../nbs/site/parameters.ipynb #7afe5bde
@@ -40,12 +41,19 @@ def check_parameters(
 # %% ../../nbs/site/parameters.ipynb #9816fc94
 _REPORTED = "application/vnd.dp-companion.parameters+json" # the type of that output
 
+def _checkout_of(folder):
+    "The checkout where a folder is in its nbs/; else the folder itself."
+    inside = [p.parent for p in (folder, *folder.parents)
+              if p.name == "nbs" and (p.parent/"_quarto.yml").is_file()]
+    return inside[0] if inside else folder
+
 # %% ../../nbs/site/parameters.ipynb #da32fd71
 def report_parameters(
     **parameters, # Every parameter, as the notebook's code has it
 ):
-    "Report a notebook's parameters to whoever runs it."
+    "Report a notebook's parameters; opened below nbs/, work from the checkout, with its runs/."
     from IPython.display import display
+    os.chdir(_checkout_of(Path.cwd()))
     text = ", ".join(f"{name} = {value!r}" for name, value in parameters.items())
     display({_REPORTED: parameters, "text/plain": text}, raw=True)
 

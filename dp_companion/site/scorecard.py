@@ -134,7 +134,7 @@ _MARKS = {"claimed": '<circle cx="{x}" cy="{y}" r="6.5" fill="none" stroke-width
           "attacked": '<path d="M{x},{y} m0,-7 l7,13 h-14 z"/>',
           "certified": '<rect x="{x}" y="{y}" width="12" height="12" '
                        'transform="translate(-6 -6)"/>'}
-_WIDTH, _LEFT, _ROW, _TOP = 860, 150, 30, 34 # of the picture, in its own unit
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 860, 150, 120, 30, 34 # of the picture, in its own unit
 
 def _mark(name, x, y, title):
     shape = _MARKS[name].format(x=f"{x:.1f}", y=y)
@@ -142,7 +142,7 @@ def _mark(name, x, y, title):
 
 def _place(epsilon, low, high):
     share = math.log(epsilon/low)/math.log(high/low)
-    return _LEFT + (_WIDTH - _LEFT - 90)*share
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT)*share
 
 def _is_drawn(epsilon): return math.isfinite(epsilon) and epsilon > 0
 
@@ -150,14 +150,14 @@ def _is_drawn(epsilon): return math.isfinite(epsilon) and epsilon > 0
 def _ruler_line(line, y, low, high):
     "The marks of one paper."
     parts = [f'<text x="{_LEFT - 14}" y="{y + 5}" text-anchor="end">{escape(line.paper)}</text>',
-             f'<path class="rule" d="M{_LEFT},{y}H{_WIDTH - 90}"/>']
+             f'<path class="rule" d="M{_LEFT},{y}H{_WIDTH - _RIGHT}"/>']
     for name in ("certified", "attacked", "claimed"):
         epsilon = getattr(line, name)
         if not _is_drawn(epsilon): continue
         title = f"{line.paper}: {name} ε = {epsilon_text(epsilon)}"
         parts.append(_mark(name, _place(epsilon, low, high), y, title))
     if line.certified == math.inf:
-        parts.append(f'<text x="{_WIDTH - 84}" y="{y + 5}">none certified</text>')
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 5}">none certified</text>')
     return "".join(parts)
 
 def _axis(low, high, y):
@@ -165,7 +165,7 @@ def _axis(low, high, y):
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     at = {10**k: _place(10**k, low, high) for k in powers}
     return "".join(f'<path class="tick" d="M{x:.1f},{_TOP - 8}V{y}"/>'
-                   f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">ε = {value:,.3g}</text>'
+                   f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">ε = {value:,g}</text>'
                    for value, x in at.items())
 
 def _legend():

@@ -203,6 +203,12 @@ def complaints(event, host):
             yield f"request to another host {said['request']['url']}"
 
 
+SCROLLERS = """[...document.querySelectorAll('.bd-article pre, .bd-article table, .cell_output')]
+  .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0)
+  .map(e => `${e.tagName} ${e.scrollWidth - e.clientWidth} ${e.innerText.slice(0, 50)}`)"""
+CUT = """[...document.querySelectorAll('.bd-article img, .bd-article svg.ruler')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
+  .map(e => e.alt || e.getAttribute('aria-label') || e.src)"""
 COLLECT = """({
   anchors: [...document.querySelectorAll('[id], a[name]')].map(e => e.id || e.name),
   links: [...document.querySelectorAll('[href], [src]')].map(e => e.href || e.src)
@@ -222,7 +228,11 @@ def page_problems(folder, browser):
             browser.open(f"{address}/{page}")
             problems += [f"{page}: {text}" for event in browser.events for text in complaints(event,
                 host)]
+            browser.view(1400)
+            problems += [f"{page}: scrolls sideways: {said}"
+                         for said in browser.evaluate(SCROLLERS)]
             browser.view(390)
+            problems += [f"{page}: cut on a phone: {said}" for said in browser.evaluate(CUT)]
             pages[page] = browser.evaluate(COLLECT)
             if pages[page]["overflow"] > 0:
                 problems.append(f"{page}: {pages[page]['overflow']} pixels wider than a phone")
@@ -283,13 +293,73 @@ def test_a_broken_page_is_caught(tmp_path, browser, html, complaint):
     assert any(complaint in problem for problem in page_problems(tmp_path, browser))
 
 
+def real_site(tmp_path):
+    "The site as `make reproduce` left it, else from the notebooks as they are committed."
+    site = REPO/"_site"
+    if (site/"index.html").is_file(): return site
+    return build_site(REPO/"nbs", tmp_path/"_site", root=REPO)
+
+
 @pytest.mark.browser
 @pytest.mark.slow
 @needs_browser
 def test_every_page_of_the_real_site_is_sound(browser, tmp_path):
-    site = REPO/"_site" # as `make reproduce` left it, else from the notebooks as they are committed
-    if not (site/"index.html").is_file(): site = build_site(REPO/"nbs", tmp_path/"_site", root=REPO)
-    assert page_problems(site, browser) == []
+    assert page_problems(real_site(tmp_path), browser) == []
+
+
+ON_SCREEN = """[...document.querySelectorAll('table:has(.word) tbody tr')]
+  .filter(row => row.getBoundingClientRect().bottom <= 900)
+  .map(row => ({ text: row.innerText,
+                 words: [...row.querySelectorAll('.word')].map(w => w.innerText),
+                 links: [...row.querySelectorAll('.word a')].map(a => a.getAttribute('href')) }))"""
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@needs_browser
+def test_the_first_screen_says_what_holds_and_where_to_click(browser, tmp_path):
+    from dp_companion.site.scorecard import scorecard
+    site = real_site(tmp_path)
+    with serve(site) as address:
+        browser.view(1400)
+        browser.open(f"{address}/index.html")
+        rows = browser.evaluate(ON_SCREEN)
+        ruler = browser.evaluate("document.querySelector('.ruler').getBoundingClientRect().bottom")
+    assert len(rows) == 4 and ruler < 900
+    for row, line in zip(rows, scorecard()):
+        assert line.paper in row["text"] and line.reason in row["text"]
+        assert row["words"] == [line.answer, line.accuracy.answer]
+        assert all((site/link).is_file() for link in row["links"])
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    "axe-core's source, by npm; skips where npm cannot fetch it."
+    folder, npm = tmp_path_factory.mktemp("axe"), shutil.which("npm")
+    if npm is None: pytest.skip("no npm, so axe-core cannot be fetched")
+    done = subprocess.run([npm, "install", "--silent", "--prefix", folder, "axe-core@4"],
+                          check=False, capture_output=True, timeout=120)
+    source = folder/"node_modules/axe-core/axe.min.js"
+    if done.returncode or not source.is_file(): pytest.skip("npm does not fetch axe-core")
+    return source.read_text(encoding="utf-8")
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_pages_have_no_serious_accessibility_fault(browser, axe, tmp_path, dark):
+    found = []
+    with serve(real_site(tmp_path)) as address:
+        browser.view(1400, dark=dark)
+        for page in ("index", "explorer", "ways/results", "budgets/claims", "budgets/tcdp"):
+            browser.open(f"{address}/{page}.html")
+            browser.evaluate(axe)
+            found += browser.evaluate(
+                "axe.run(document.querySelector('.bd-article')).then(r => r.violations"
+                ".filter(v => ['serious', 'critical'].includes(v.impact))"
+                f".flatMap(v => v.nodes.map(n => '{page} ' + v.id + ' ' + n.html.slice(0, 120))))")
+    assert found == []
 
 
 # --- What is on a page ------------------------------------------------------------------------
