@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from fastcore.basics import patch
@@ -48,24 +48,26 @@ class TradeOff:
         beta = np.maximum.accumulate(beta)
         return np.r_[0, alpha[::-1], beta, end], np.r_[end, beta[::-1], alpha, 0]
 
+    if TYPE_CHECKING: # added below
+        @property
+        def advantage(self)->float: ...
+        def bayes_risk(self, base_rate:float)->float: ...
+        def reconstruction(self, candidates:int)->float: ...
+        def true_positive_rate(self, false_positive_rate:float)->float: ...
+        def mu_and_gap(self)->tuple[float,float]: ...
+
     def __call__(self,
         alpha:float|np.ndarray, # False-positive rates, in [0, 1]; any shape
     )->float|np.ndarray: # f(alpha), in [0, 1]; the shape of alpha
         "The least share of misses at a false-positive rate."
         return np.interp(_rates("alpha", alpha), *self.corners)
 
-    def true_positive_rate(self,
-        false_positive_rate:float|np.ndarray, # In [0, 1]; any shape
-    )->float|np.ndarray: # Upper bound, in [0, 1]
-        "The largest true-positive rate of an attack at a false-positive rate."
-        return 1 - self(_rates("false_positive_rate", false_positive_rate))
-
 # %% ../../nbs/budgets/risk.ipynb #82c059f1
 def curve_of(
     epsilon:float, # Of the guarantee (nats); >= 0
     delta:float, # In [0, 1)
 )->TradeOff:
-    "The trade-off curve that (epsilon, delta) alone leaves (KOV15, Theorem 3.3)."
+    "The trade-off curve that (epsilon, delta) alone leaves (KOV15)."
     edge = min(epsilon, 700.0) # what a float can exponentiate
     if edge <= 0: return TradeOff(np.zeros(1), np.full(1, delta))
     at_zero = delta + (1 - delta)*math.tanh(edge/2) # the least distance in total variation
@@ -76,6 +78,13 @@ def curve_of(
 def advantage(self:TradeOff)->float: # In [0, 1]
     "The largest true-positive rate minus false-positive rate of an attack (KGKCT24)."
     return float(self.deltas[0])
+
+@patch
+def true_positive_rate(self:TradeOff,
+    false_positive_rate:float|np.ndarray, # In [0, 1]; any shape
+)->float|np.ndarray: # Upper bound, in [0, 1]
+    "The largest true-positive rate of an attack at a false-positive rate."
+    return 1 - self(_rates("false_positive_rate", false_positive_rate))
 
 @patch
 def bayes_risk(self:TradeOff,
