@@ -6,7 +6,9 @@
 __all__ = ['main']
 
 # %% ../nbs/cli.ipynb #55f33aaf
+import difflib
 import json
+import math
 import re
 import sys
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from typing import Annotated
 import typer
 
 # %% ../nbs/cli.ipynb #ae844235
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+app = typer.Typer(no_args_is_help=True, add_completion=True, rich_markup_mode=None,
                   pretty_exceptions_enable=False,
                   help="Adaptive differentially private training, with the epsilon a paper claims "
                        "beside the one an accountant certifies.")
@@ -72,7 +74,11 @@ def _say(content, as_json):
     if as_json:
         typer.echo(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1))
     else:
-        for name, value in _flat(content): typer.echo(f"{name:<44} {value}")
+        for name, value in _flat(content): typer.echo(f"{name:<44} {_short(value)}")
+
+def _short(value):
+    "A number as text has it: six significant digits."
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 def _flat(content, prefix=""):
     "Every leaf of a nested object with its dotted name."
@@ -129,19 +135,13 @@ def _waiting(what):
 
 # %% ../nbs/cli.ipynb #d4c7e623
 def _page(report):
-    "A BudgetReport as text."
-    claimed = report.claimed
-    lines = [f"claimed     ε = {claimed.epsilon:.6g}   by the paper's formula ({claimed.formula}): "
-             f"ρ = {claimed.rho:.4g}, ω = {claimed.omega:.4g}"]
-    for c in report.certified.values():
-        note = f". {c.note}" if c.note else ""
-        lines.append(f"certified   ε = {c.epsilon:.6g}   by {c.accountant.upper()}{note}")
-    lines += [f"at δ = {report.delta:g}; neighbours: {report.neighbouring_relation}; "
-              f"unit of privacy: {report.privacy_unit}", "", "What the claim's lemmas ask for:"]
+    "A BudgetReport as text, with what its claim asks for."
+    lines = [str(report), "", "What the claim's lemmas ask for:"]
     for p in report.preconditions:
         met = "met    " if p.holds else "not met"
         lines.append(f"  {met}  {p.name}: {p.value:.4g} against {p.bound:.4g}")
-    return "\n".join([*lines, "", report.verdict])
+    notes = [f"{c.accountant.upper()}: {c.note}" for c in report.certified.values() if c.note]
+    return "\n".join([*lines, *notes])
 
 # %% ../nbs/cli.ipynb #72000dbe
 @app.command()
@@ -162,10 +162,13 @@ def budget(
     Claimed is paper global_adapt_v2's formula with each of its preconditions. Certified is what
     RDP and PLD give for all steps together.
 
-    Example: dp-companion budget --decay step --noise-multiplier 0.1916 --decay-rate 0.5
-    --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000
+    Example:
+
+    \b
+    dp-companion budget --decay step --noise-multiplier 0.1916 --decay-rate 0.5 \\
+      --drop-every 10 --epochs 100 --batch-size 64 --dataset-size 60000
     """
-    from dp_companion.budgets.certified import budget_report
+    from dp_companion.budgets.certified import _plain, budget_report
     from dp_companion.budgets.decayed import claimed_budget
     from dp_companion.budgets.events import gaussian_events
     noise, plan = _shape(decay, noise_multiplier, decay_rate, drop_every, epochs, batch_size,
@@ -173,10 +176,15 @@ def budget(
     with _waiting("certifying"):
         report = budget_report(gaussian_events(noise, plan), delta=delta,
                                claimed=claimed_budget(noise, plan, delta=delta))
-    if as_json: _say(report.to_dict(), as_json)
+    if as_json: _say({**report.to_dict(), "risk": _plain(report.risk)}, as_json)
     else: typer.echo(_page(report))
 
 # %% ../nbs/cli.ipynb #c7a55ed0
+def _rounded_up(sigma, digits=6):
+    "A multiplier of few digits that is not smaller."
+    place = 10.**(digits - 1 - math.floor(math.log10(sigma)))
+    return math.ceil(sigma*place*(1 - 1e-12))/place
+
 def _assumed(noise, plan, delta):
     "Names of the preconditions that a calibration by tCDP assumes and this plan does not meet."
     from dp_companion.budgets.decayed import claimed_budget
@@ -202,8 +210,11 @@ def calibrate(
     With rdp or pld the answer never overshoots the target. tcdp assumes batches of one fixed
     size, and says so. as-printed gives the multipliers that the paper prints.
 
-    Example: dp-companion calibrate --target-epsilon 1 --decay none --epochs 100 --batch-size 64
-    --dataset-size 60000 --accountant pld
+    Example:
+
+    \b
+    dp-companion calibrate --target-epsilon 1 --epochs 100 --batch-size 64 \\
+      --dataset-size 60000
     """
     from dp_companion.budgets import certified
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
@@ -214,7 +225,23 @@ def calibrate(
     answer = {"noise_multiplier": sigma, "accountant": "rdp" if rounding else accountant.value,
               "target_epsilon": target_epsilon, "delta": delta}
     assumed = _assumed(shape.rescaled(sigma), plan, delta) if accountant.value == "tcdp" else []
+    if not as_json: answer["noise_multiplier"] = _rounded_up(sigma) # less noise would overshoot
     _say({**answer, **({"assumed, not met": assumed} if assumed else {})}, as_json)
+
+# %% ../nbs/cli.ipynb #6b95598e
+@contextmanager
+def _epochs(what):
+    "Show finished epochs and the time that is left on standard error, if that is a terminal."
+    from tqdm import tqdm
+    bar = tqdm(desc=what, unit="epoch", disable=None)
+    def told(finished, epochs):
+        if bar.total is None:
+            if finished: typer.echo(f"resumed at epoch {finished} of {epochs}", err=True)
+            bar.reset(epochs)
+            bar.n = bar.initial = finished # the time that is left goes by the epochs of now
+        bar.update(finished - bar.n)
+    try: yield told
+    finally: bar.close()
 
 # %% ../nbs/cli.ipynb #3e644575
 def _json_object(path):
@@ -240,14 +267,14 @@ def run(
     "clip_rule": "flat", "noise_multiplier": 1.1}, "dataset": "digits", "model": "mnist_cnn",
     "accounting": "certified", "target_epsilon": 8, "epochs": 3, "expected_batch_size": 64,
     "seed": 0}. A stopped run is resumed at its last epoch and ends with the same record.
-    `calibrate` gives the noise_multiplier of a certified spec.
+    `spec` writes such a file to start from.
     """
     from dp_companion.training.records import read_record, record_path
     from dp_companion.training.spec import spec_from_dict
     from dp_companion.training.training import train
     for checked in [spec_from_dict(_json_object(spec)) for spec in specs]: # all are read first
         path = record_path(checked, runs)
-        with _waiting(f"run {checked.name}"): train(checked, runs)
+        with _epochs(f"run {checked.name}") as told: train(checked, runs, None, told)
         record = read_record(path) # as it is found the next time
         summary = {"record": str(path), **record.final, **_three(record.budget)}
         _say(record.to_dict() if as_json else summary, as_json)
@@ -295,7 +322,7 @@ def _finished(path, runs):
                              f"{record.spec.name}/record.json, got {path}; move it there")
         return record, path.parent.parent
     spec = spec_from_dict(content)
-    with _waiting(f"run {spec.name}"): return train(spec, runs), runs
+    with _epochs(f"run {spec.name}") as told: return train(spec, runs, None, told), runs
 
 def _attacked(record, runs, draws):
     "The record with the empirical ε of its attack; a run without noise is refused."
@@ -390,19 +417,70 @@ def _snakemake(options, config):
 @app.command()
 def tables(
     item:Annotated[str, typer.Argument(
-        help="A table of paper global_adapt_v2: Table 4 or 13.")]="Table 13",
+        help="A table of the paper, such as 13 or \"Table 13\".")]="Table 13",
+    paper:Annotated[str, typer.Option(help="global_adapt_v2, sad, adaptive_noise or "
+                                           "sanitization.")]="global_adapt_v2",
     runs:RunsFlag=Path("runs"),
     profile:ProfileFlag="digits",
     as_json:JsonFlag=False,
 ):
     """A paper's table beside our runs.
 
-    Each row has the printed accuracy, ours with its spread over seeds, and the claimed,
-    certified and empirical ε. Runs of other sizes than the profile's are left out.
+    Tables 4 and 13 of global_adapt_v2 have ours with its spread over seeds, and the claimed,
+    certified and empirical ε; runs of other sizes than the profile's are left out. Every other
+    table has its printed numbers, and beside an accuracy the mean of the runs in the folder.
+
+    Example:
+
+    \b
+    dp-companion tables "Table II" --paper sad
     """
+    item = _item(paper, item)
+    if (paper, item) in _FULL: return _full_table(item, runs, profile.value, as_json)
+    table = _printed_table(paper, item, runs)
+    if as_json: return typer.echo(table.to_json(orient="records", force_ascii=False))
+    typer.echo(f"Paper {paper}, {item}; ours are means of the runs in {runs}, at any size.\n")
+    typer.echo(table.fillna("").to_string(index=False))
+
+# %% ../nbs/cli.ipynb #7b745279
+_FULL = [("global_adapt_v2", "Table 4"), ("global_adapt_v2", "Table 13")]
+
+def _item(paper, typed):
+    "The paper's table that was typed, as its numbers name it."
+    from dp_companion.published import load
+    items = list(dict.fromkeys(load(paper)["item"]))
+    number = re.fullmatch(r"(?i)(?:table|t)?\s*([\divx]+)", typed.strip())
+    said = f"Table {number[1].upper()}" if number else typed.strip()
+    if said in items: return said
+    nearest = difflib.get_close_matches(said, items, n=1, cutoff=0)
+    raise ValueError(f"item must be one of {', '.join(items)} in paper {paper}, got "
+                     f"item={typed!r}; the nearest is {nearest[0]!r}")
+
+def _printed_table(paper, item, runs):
+    "Printed numbers of any table, and the mean of our runs where the table has an accuracy."
+    from dp_companion.published import load
+    from dp_companion.papers.results import STANDS_FOR, STANDS_FOR_OF, read_records
+    table = load(paper).query("item == @item").drop(columns=["paper", "item"])
+    stands_for = STANDS_FOR_OF.get(paper, STANDS_FOR)
+    records = read_records(runs) if runs.is_dir() else []
+    ours = [r for r in records if r.spec.paper == paper]
+    def mean(row, accounting):
+        target = None if row["epsilon"] != row["epsilon"] else row["epsilon"]
+        wanted = accounting, row["dataset"], row["method"], target
+        found = [100*r.final["test_accuracy"] for r in ours if wanted == (r.spec.accounting,
+            stands_for.get(r.spec.dataset), r.spec.method.name, r.spec.target_epsilon)]
+        plain = row["metric"] == "accuracy" and row["setting"] == "" and found
+        return round(sum(found)/len(found), 2) if plain else None
+    for accounting in dict.fromkeys(r.spec.accounting for r in ours):
+        name = f"ours, {accounting.replace('_', ' ')}"
+        table[name] = [mean(row, accounting) for _, row in table.iterrows()]
+    return table[[name for name in table if table[name].replace("", None).notna().any()]]
+
+# %% ../nbs/cli.ipynb #de9340ab
+def _full_table(item, runs, profile, as_json):
+    "Table 4 or 13 of paper global_adapt_v2, with every epsilon."
     from dp_companion.papers.tables import beside_published, for_print, summarise
-    item = re.sub(r"(?i)^(table|t)?\s*(\d+)$", r"Table \2", item.strip())
-    table = beside_published(summarise(_runs_of(item, runs, profile.value)), item=item)
+    table = beside_published(summarise(_runs_of(item, runs, profile)), item=item)
     if as_json:
         plain = table.replace(float("inf"), "inf")
         return typer.echo(plain.to_json(orient="records", force_ascii=False))
@@ -416,9 +494,6 @@ def _runs_of(item, runs, profile):
     from dp_companion.papers.global_adapt_v2.grid import of_profile, profile_named
     from dp_companion.papers.results import read_records
     from dp_companion.published import load
-    if item not in ("Table 4", "Table 13"):
-        raise ValueError("item must be Table 4 or Table 13, whose runs are on MNIST or digits, "
-                         f"got item={item!r}")
     if not runs.is_dir():
         raise ValueError(f"runs must be a folder of runs, got {runs}; say which with --runs, or "
                          "train some with dp-companion reproduce")
@@ -429,6 +504,65 @@ def _runs_of(item, runs, profile):
         raise ValueError(f"runs must hold at least one of profile {profile}, got {len(found)} "
                          f"of other sizes in {runs}; say which with --profile")
     return ours
+
+# %% ../nbs/cli.ipynb #904428ae
+@app.command()
+def spec(
+    method:Annotated[str, typer.Option(help="Of paper global_adapt_v2, such as v2-s, auto-s, "
+                                            "dp-sgd.")],
+    dataset:Annotated[str, typer.Option(help="digits, mnist, cifar10, ...")]="digits",
+    target_epsilon:Annotated[float, typer.Option(help="epsilon to stay under.")]=1.,
+    profile:Annotated[ProfileName | None, typer.Option(
+        help="Sizes; the smallest profile that has the data set.")]=None,
+    seed:Annotated[int, typer.Option(help="Of weights, sampling and noise.")]=0,
+):
+    """A spec to start from, as JSON; `run` trains it.
+
+    The method as its paper has it, with the noise that PLD certifies for the target.
+
+    Example:
+
+    \b
+    dp-companion spec --method v2-s --dataset mnist --target-epsilon 1 > spec.json
+    """
+    from dataclasses import asdict
+    from dp_companion.papers.global_adapt_v2.grid import method_values
+    from dp_companion.training.multipliers import calibration_key, first_multiplier
+    from dp_companion.training.spec import build_method, run_spec
+    sizes = _sizes(dataset, profile and profile.value)
+    values = method_values(sizes, _method(method))
+    asked = "certified", target_epsilon
+    said = values | dict(accounting=asked[0], target_epsilon=target_epsilon, seed=seed)
+    with _waiting("calibrating by pld"):
+        sigma = first_multiplier(*calibration_key(values, sizes.plan_of(values), *asked))
+    made = asdict(run_spec(**said | build_method(**values).calibrated(sigma)))
+    made["method"] = {name: v for name, v in made["method"].items() if v is not None}
+    typer.echo(json.dumps(made, indent=1, ensure_ascii=False))
+
+# %% ../nbs/cli.ipynb #636c312b
+def _method(typed):
+    "The method of paper global_adapt_v2 that was typed; without its long beginning, too."
+    from dp_companion.papers.global_adapt_v2.grid import METHODS
+    names = {n.lower(): n for n in METHODS if n != "Non-DP"}
+    short = {n.replace("dp-sgd-global-adapt-", "").replace("dp-sgd-", ""): m
+             for n, m in names.items()}
+    known = names | short
+    if typed.lower() in known: return known[typed.lower()]
+    nearest, = difflib.get_close_matches(typed.lower(), known, n=1, cutoff=0)
+    raise ValueError(f"method must be one of {', '.join(short)}, got method={typed!r}; the nearest "
+                     f"is {nearest!r}")
+
+def _sizes(dataset, profile):
+    "The sizes of a data set, in a profile or in the smallest that has it."
+    from dp_companion.papers.global_adapt_v2.grid import PROFILES
+    named = PROFILES if profile is None else {profile: PROFILES[profile]}
+    known = {}
+    for sizes in (s for of_profile in named.values() for s in of_profile.values()):
+        known.setdefault(sizes.dataset, sizes)
+    if dataset in known: return known[dataset]
+    nearest, = difflib.get_close_matches(dataset, known, n=1, cutoff=0)
+    raise ValueError(f"dataset must be one of {', '.join(known)}, got dataset={dataset!r}; the "
+                     f"nearest is {nearest!r}")
 
 # %% ../nbs/cli.ipynb #a03362aa
 @app.command()
@@ -463,7 +597,7 @@ _PLAINLY = {
     "Input should be a valid number, unable to parse string as a number": "must be a number"}
 _EXTRAS = { # command: what brings the packages that it imports
     "reproduce": "notebooks,site", "site": "site", "run": "notebooks", "audit": "notebooks",
-    "tables": "notebooks", "data": "notebooks"}
+    "tables": "notebooks", "data": "notebooks", "spec": "notebooks"}
 
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line if None
@@ -476,7 +610,8 @@ def main(
     except Exception as error:
         sentence = _sentence(error, words)
         if sentence is None: raise
-        typer.echo(f"dp-companion: {sentence}", err=True)
+        said = json.dumps({"error": sentence}, ensure_ascii=False)
+        typer.echo(said if "--json" in words else f"dp-companion: {sentence}", err=True)
         sys.exit(2)
     if status == 130: # Ctrl-C
         typer.echo("dp-companion: stopped; what was finished is kept, and the same command goes on "

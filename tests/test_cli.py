@@ -144,8 +144,100 @@ def test_run_refuses_what_its_rule_would_not_use(tmp_path, monkeypatch, change, 
 def test_tables_refuses_a_table_that_is_none():
     status, out, err = terminal("tables", "Table 99")
     assert (status, out) == (2, "")
-    assert ("item must be Table 4 or Table 13, whose runs are on MNIST or digits, got item='Table "
-            "99'" in err)
+    assert "item must be one of Table 4, Table 5" in err
+    assert "got item='Table 99'; the nearest is 'Table" in err
+
+
+@pytest.mark.parametrize("paper", ["global_adapt_v2", "sad", "adaptive_noise", "sanitization"])
+def test_tables_know_every_table_of_every_paper(paper, tmp_path):
+    from dp_companion.published import load
+    for item in load(paper)["item"].unique():
+        if (paper, item) in (("global_adapt_v2", "Table 4"), ("global_adapt_v2", "Table 13")):
+            continue
+        status, out, err = terminal("tables", item, "--paper", paper, "--runs", str(tmp_path),
+                                    "--json")
+        printed = load(paper).query("item == @item")["value"]
+        assert (status, err) == (0, ""), err
+        assert [row["value"] for row in json.loads(out)] == printed.tolist()
+
+
+def test_a_table_has_our_runs_beside_it(root):
+    status, out, _ = terminal("tables", "II", "--paper", "sad", "--runs", str(root/"results"),
+                              "--json")
+    rows = json.loads(out)
+    assert status == 0 and any(50 < (row.get("ours, certified") or 0) < 100 for row in rows)
+
+
+def test_errors_under_json_are_json():
+    status, out, err = terminal("budget", "--noise-multiplier", "nan", *SETTING, "--json")
+    assert (status, out) == (2, "") and "nan" in json.loads(err)["error"]
+
+
+def test_what_is_printed_is_rounded_and_still_enough():
+    words = ["calibrate", "--target-epsilon", "3", *SETTING, "--accountant", "rdp"]
+    shown = float(terminal(*words)[1].split()[1])
+    exact = json.loads(terminal(*words, "--json")[1])["noise_multiplier"]
+    assert exact <= shown <= exact*(1 + 1e-5) and len(str(shown)) < 9
+
+
+def test_the_shell_is_completed():
+    words = {"_DP_COMPANION_COMPLETE": "complete_bash", "COMP_WORDS": "dp-companion cali",
+             "COMP_CWORD": "1"}
+    code = ("import sys; sys.argv[0] = 'dp-companion'; from dp_companion.cli import main; main()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env=os.environ | words)
+    assert "calibrate" in done.stdout, done.stderr
+
+
+def test_a_refused_target_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = SMALL | {"accounting": "certified", "target_epsilon": .01}
+    (tmp_path/"spec.json").write_text(json.dumps(wrong))
+    status, out, err = terminal("run", "spec.json")
+    assert (status, out) == (2, "") and "noise_multiplier must be certified" in err
+    assert not list(tmp_path.glob(f"runs/{'?'*16}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", ["digits", "mnist"])
+def test_a_written_spec_meets_its_target(dataset):
+    from dp_companion.budgets.certified import certify
+    from dp_companion.papers.global_adapt_v2.grid import profile_named
+    from dp_companion.training.spec import spec_from_dict
+    status, out, _ = terminal("spec", "--method", "v2-s", "--dataset", dataset, "--target-epsilon",
+                              "1")
+    made = spec_from_dict(json.loads(out))
+    assert made.method.name == "DP-SGD-Global-Adapt-V2-S" and made.dataset == dataset
+    sizes = profile_named({"digits": "digits", "mnist": "laptop"}[dataset])
+    events = made.method.events(sizes.plan_of(made.values), 10)
+    assert .9 < certify(events, delta=made.delta, accountants=("pld",))["pld"].epsilon <= 1
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_help_do_what_they_promise(tmp_path, monkeypatch):
+    import re
+    import shlex
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    for command in ("budget", "calibrate", "tables", "spec"):
+        said = terminal(command, "--help")[1]
+        example = re.search(r"Example:\s+dp-companion (.*?)\n\n", said, flags=re.S)[1]
+        typed = example.replace("\\\n", " ").partition(">")[0]
+        status, out, err = terminal(*shlex.split(typed))
+        assert status == 0 and out, (example, err)
+        seen.append(out)
+    assert "ε = 0.9948" in seen[0] and "80.68" in seen[2] and json.loads(seen[3])
+    assert float(seen[1].split()[1]) == pytest.approx(1.401, rel=1e-3)
+    said = terminal("run", "--help")[1]
+    content = re.search(r"such as\s+(\{.*?\}\s*,.*?\})", said, flags=re.S)[1]
+    (tmp_path/"spec.json").write_text(" ".join(content.split()))
+    status, out, err = terminal("run", "spec.json")
+    assert status == 0 and "test_accuracy" in out, err
+
+
+def test_names_that_are_unknown_get_the_nearest():
+    assert "the nearest is 'v2-s'" in terminal("spec", "--method", "v2_s")[2]
+    assert "the nearest is 'mnist'" in terminal("spec", "--method", "v2-s", "--dataset", "mnit")[2]
 
 
 def test_run_trains_and_is_found(tmp_path, monkeypatch):
@@ -354,5 +446,6 @@ def test_a_reading_whose_epsilon_is_real_is_not_refuted():
         unit="image", budget=None, attack=None), report) for is_printed in (True, False)}
     assert said[True].startswith("The claim of 0.01 is refuted")
     assert said[False].startswith("Target 1, certified ") and ": it holds." in said[False]
-    assert str(report).startswith(f"Certified ε: {report.certified['rdp'].epsilon:.4g} by RDP, ")
-    assert str(report).endswith(report.verdict) and str(report).count("\n") == 1
+    assert str(report).startswith(f"certified  ε ≤ {report.epsilon:.4g}")
+    assert f"{report.certified['rdp'].epsilon:.4g} by RDP" in str(report).splitlines()[0]
+    assert str(report).endswith(report.verdict) and "empirical  ε ≥ 0.03" in str(report)

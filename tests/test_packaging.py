@@ -41,6 +41,27 @@ def test_distributions_hold_code_numbers_and_types(root, built):
     assert wanted | {"settings.ini", "README.md", "LICENSE"} <= files_of(built, "*.tar.gz")
 
 
+def test_distributions_hold_nothing_more(built):
+    def strangers(names, allowed):
+        return sorted(n for n in names if not any(re.fullmatch(known, n) for known in allowed))
+    code = [r"dp_companion/(?:\w+/)*\w+\.py", r"dp_companion/py\.typed",
+            r"dp_companion/published/\w+\.(?:csv|md)"]
+    assert strangers(files_of(built, "*.whl"), [*code, r"dp_companion-[^/]+\.dist-info/.*"]) == []
+    rest = ["|".join(map(re.escape, ("settings.ini", "setup.py", "setup.cfg", "pyproject.toml",
+                                     "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md",
+                                     "CITATION.cff", "PKG-INFO", ""))),
+            r"dp_companion(?:/\w+)*", r"dp_companion\.egg-info.*"]
+    assert strangers(files_of(built, "*.tar.gz"), [*code, *rest]) == []
+
+
+def test_twine_has_nothing_to_say(built):
+    pytest.importorskip("twine.commands.check", exc_type=ImportError)
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, built.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
 def test_an_installed_wheel_finds_its_numbers(built, tmp_path):
     wheel, = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path)
@@ -73,3 +94,6 @@ def test_one_version_for_all(root):
     assert f'__version__ = "{version}"' in package, "run nbdev_export"
     assert f"\nversion: {version}\n" in (root/"CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {version.partition('.dev')[0]}" in (root/"CHANGELOG.md").read_text("utf-8")
+    command = ["git", "-C", str(root), "tag", "--points-at", "HEAD", "v*"]
+    tags = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    assert set(tags) <= {f"v{version}"}, "a tag must be the version"

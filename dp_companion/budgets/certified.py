@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['SMALLEST_DELTA', 'Certified', 'grid_interval', 'composable', 'pld_epsilon', 'certify', 'verdict_of', 'BudgetReport',
-           'budget_report', 'calibrate']
+           'budget_report', 'calibrate', 'calibrate_epsilon']
 
 # %% ../../nbs/budgets/certified.ipynb #19f28ba0
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from typing import Any, Literal
+from functools import lru_cache
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from fastcore.basics import patch
@@ -226,9 +228,22 @@ def verdict_of(
         return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
     return f"What is certified is {certified:.4g}."
 
+# %% ../../nbs/budgets/certified.ipynb #4e660b39
+class _Spoken:
+    "What later sections add to a report, for type checkers and editors."
+    if TYPE_CHECKING:
+        @property
+        def verdict(self)->str: ...
+        @property
+        def risk(self)->Any: ...
+        def to_dict(self)->dict[str,Any]: ...
+        def statement(self)->str: ...
+        def __add__(self, other:"BudgetReport")->"BudgetReport": ...
+        def __radd__(self, other:int)->"BudgetReport": ...
+
 # %% ../../nbs/budgets/certified.ipynb #6eef61d9
 @dataclass(frozen=True, kw_only=True)
-class BudgetReport:
+class BudgetReport(_Spoken):
     "Three epsilons and their assumptions."
     certified: dict[str,Certified] # Upper bound by accountant
     delta: float # In (0, 1)
@@ -238,7 +253,8 @@ class BudgetReport:
         "add_or_remove_one")
     privacy_unit: str = "record" # What one record is: record, image, lesion, user, ...
     events: tuple[MechanismEvent,...] = () # The accounted events
-    preconditions: tuple = () # Of the claim: name, value, bound, holds
+    noise_source: str = "" # secure or seeded; empty where the noise is not known
+    tuning: str = "" # What the budget says of tuning; empty where it counts one run
 
     def __post_init__(self):
         _real("delta", self.delta, below=1)
@@ -247,6 +263,11 @@ class BudgetReport:
         _word("neighbouring_relation", self.neighbouring_relation, _RELATIONS["pld"])
         if not (isinstance(self.privacy_unit, str) and self.privacy_unit):
             raise ValueError(f"privacy_unit must be a name, got privacy_unit={self.privacy_unit!r}")
+
+    @property
+    def preconditions(self)->tuple: # Each with name, value, bound and holds
+        "What the claim's lemmas ask for."
+        return getattr(self.claimed, "preconditions", ())
 
     @property
     def epsilon(self)->float: # Upper bound (nats); `inf` where nothing is certified
@@ -260,20 +281,12 @@ def verdict(self:BudgetReport)->str: # One plain sentence
     return verdict_of(_epsilon_of(self.claimed), self.epsilon, _epsilon_of(self.empirical))
 
 @patch
-def __str__(self:BudgetReport)->str: # A few lines
-    "Short summary; `repr` has all fields."
-    bounds = ", ".join(f"{c.epsilon:.4g} by {name.upper()}"
-                       for name, c in self.certified.items()) or "nothing"
-    steps = sum(e.steps for e in self.events)
-    return (f"Certified ε: {bounds}, at δ = {self.delta:g}, after {steps:,} noisy steps; "
-            f"neighbours: {self.neighbouring_relation.replace('_', ' ')}, one "
-            f"{self.privacy_unit}.\n{self.verdict}")
-
-@patch
 def to_dict(self:BudgetReport)->dict: # Plain JSON values; infinities are the word "inf"
     "The report as JSON values."
-    return _plain({f: getattr(self, f) for f in self.__dataclass_fields__}
-                  | {"verdict": self.verdict})
+    said = {f: getattr(self, f) for f in self.__dataclass_fields__}
+    for name in ("noise_source", "tuning"):
+        if not said[name]: del said[name]
+    return _plain(said | {"verdict": self.verdict})
 
 # %% ../../nbs/budgets/certified.ipynb #6857e154
 def budget_report(
@@ -283,15 +296,144 @@ def budget_report(
     accountants:tuple[str,...]=("rdp", "pld"), # rdp, pld, or both
     claimed:ClaimedBudget|None=None, # By the paper's formula
     neighbouring_relation:str="add_or_remove_one", # As for `certify`
-    **rest, # empirical, privacy_unit: fields of `BudgetReport`
+    **rest, # empirical, privacy_unit, noise_source: fields of `BudgetReport`
 )->BudgetReport:
     "Certified bounds for events, beside the claim."
     events = _checked(events)
     certified = certify(events, delta=delta, accountants=accountants,
                         neighbouring_relation=neighbouring_relation)
     return BudgetReport(certified=certified, delta=delta, claimed=claimed,
-                        neighbouring_relation=neighbouring_relation, events=events,
-                        preconditions=claimed.preconditions if claimed else (), **rest)
+                        neighbouring_relation=neighbouring_relation, events=events, **rest)
+
+# %% ../../nbs/budgets/certified.ipynb #88bd02e2
+def _lines(report):
+    "What holds, what is claimed and what an attack reached: (name, value, note) each."
+    bounds = sorted(report.certified.items(), key=lambda item: item[1].epsilon)
+    by = "; ".join(f"{c.epsilon:.4g} by {name.upper()}" for name, c in bounds).partition(" ")[2]
+    yield "certified", *((f"ε ≤ {report.epsilon:.4g}", by) if bounds else ("none", ""))
+    claim, found = report.claimed, report.empirical
+    met = sum(p.holds for p in report.preconditions)
+    formula = getattr(claim, "formula", "").replace("_", " ") or "by its formula"
+    many = len(report.preconditions)
+    asked = f"; {met} of {many} preconditions met" if many else ""
+    yield "claimed", *(("none", "") if claim is None else
+                       (f"ε = {_epsilon_of(claim):.4g}", f"{formula}{asked}"))
+    draws = f", {found.draws:,} draws per world" if hasattr(found, "draws") else ""
+    sure = f"{found.confidence:.0%} confidence" if hasattr(found, "confidence") else "by an attack"
+    yield "empirical", *(("none", "not attacked") if found is None else
+                         (f"ε ≥ {_epsilon_of(found):.4g}", f"{sure}{draws}"))
+
+# %% ../../nbs/budgets/certified.ipynb #a8c43775
+@lru_cache(maxsize=64)
+def _risk(events, guarantee, relation):
+    "Risk of events, or of an (epsilon, delta) alone."
+    from dp_companion.budgets.risk import curve_of, risk_of, trade_off
+    curve = (trade_off(events, neighbouring_relation=relation) if events
+             else curve_of(*guarantee))
+    return risk_of(curve, neighbouring_relation=relation)
+
+@patch(as_prop=True)
+def risk(self:BudgetReport): # A `Risk`; None where nothing is certified
+    "How well any attack on one record can do."
+    if self.epsilon == math.inf: return None
+    composed = self.events if "pld" in self.certified and not self.tuning else ()
+    return _risk(composed, (self.epsilon, self.delta), self.neighbouring_relation)
+
+# %% ../../nbs/budgets/certified.ipynb #e4236ab7
+def _neighbours(report):
+    "The relation with its unit, in words."
+    relation = report.neighbouring_relation.replace("_", " ")
+    return relation + (" " if relation.endswith("one") else ", one ") + report.privacy_unit
+
+def _setting(report):
+    "Where the numbers hold."
+    steps = sum(e.steps for e in report.events)
+    source = f"; {report.noise_source} noise" if report.noise_source else ""
+    return (f"At δ = {report.delta:g} after {steps:,} noisy steps; neighbours: "
+            f"{_neighbours(report)}{source}.")
+
+@patch
+def __str__(self:BudgetReport)->str: # A few lines
+    "Three epsilons, what an attacker can do, and the verdict; `repr` has all fields."
+    rows = [f"{name:<10} {value:<12} {note}".rstrip() for name, value, note in _lines(self)]
+    risk = self.risk
+    meaning = [risk.in_short] if risk else []
+    tuning = [self.tuning] if self.tuning else []
+    return "\n".join([*rows, _setting(self), *meaning, *tuning, self.verdict])
+
+@patch
+def _repr_html_(self:BudgetReport)->str: # A table
+    "The report in a notebook."
+    cells = "".join(f"<tr><th>{name}</th><td>{value}</td><td>{note}</td></tr>"
+                    for name, value, note in _lines(self))
+    rest = str(self).splitlines()[3:]
+    return f"<table>{cells}</table><p>{'<br>'.join(map(escape, rest))}</p>"
+
+# %% ../../nbs/budgets/certified.ipynb #0af776f0
+def _noise_of(events):
+    "Sampling and noise of a run, in words."
+    rates, sigmas = ([getattr(e, name) for e in events]
+                     for name in ("sample_rate", "noise_multiplier"))
+    def span(values):
+        low, high = (f"{value:.4g}" for value in (min(values), max(values)))
+        return low if low == high else f"{low} to {high}"
+    return (f"Gaussian noise of multiplier {span(sigmas)} on Poisson batches "
+            f"of sample rate {span(rates)}")
+
+@patch
+def statement(self:BudgetReport)->str: # For a model card, or a privacy reviewer
+    "What is certified, for whom, of what, and what is left out."
+    if self.epsilon == math.inf: return f"No privacy is certified for this model. {self.verdict}"
+    name = min(self.certified, key=lambda name: self.certified[name].epsilon)
+    steps = sum(e.steps for e in self.events)
+    run = f"{steps:,} steps of {_noise_of(self.events)}" if steps else "the mechanism that ran"
+    known = {"secure": "keyed by the operating system", "seeded": "seeded, for experiments only"}
+    source = known.get(self.noise_source, self.noise_source or "source not recorded")
+    return (f"The training is ({self.epsilon:.4g}, {self.delta:g})-differentially private "
+            f"(μ = {self.risk.mu:.3g} in Gaussian differential privacy) where "
+            f"neighbouring data sets {_neighbours(self)}. "
+            f"{name.upper()} certifies this for {run}. "
+            f"Noise: {source}. "
+            f"Tuning: {self.tuning or 'not counted; this is the budget of one run.'} "
+            "Not covered: other releases from the same data, records that stand in the data more "
+            "than once, and what the training code prints of raw data.")
+
+# %% ../../nbs/budgets/certified.ipynb #de975855
+def _agreed(one, other):
+    "The fields that two reports must share, if they do."
+    names = ("delta", "neighbouring_relation", "privacy_unit")
+    for name in names:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if mine != theirs:
+            raise ValueError(f"{name} must be the same in reports that are added, got {mine!r} and "
+                             f"{theirs!r}")
+    return {name: getattr(one, name) for name in names}
+
+def _check_composed(report):
+    "Refuse a report whose certificate is not that of its events."
+    name = "rdp" if "rdp" in report.certified else "pld" # the faster one decides
+    found = certify(report.events, delta=report.delta, accountants=(name,),
+                    neighbouring_relation=report.neighbouring_relation)
+    if report.tuning or report.certified.get(name) != found[name]:
+        raise ValueError("reports must be certified by their events to be added, got one that is "
+                         "not; certify the events of all runs together")
+
+# %% ../../nbs/budgets/certified.ipynb #d23e7f90
+@patch
+def __add__(self:BudgetReport,
+    other:BudgetReport, # Of a run on the same data set
+)->BudgetReport: # Certified only: claims and attacks are of one run
+    "The budget of two runs on one data set, composed exactly."
+    if not isinstance(other, BudgetReport): return NotImplemented
+    for report in (self, other): _check_composed(report)
+    both = tuple(n for n in self.certified if n in other.certified)
+    sources = " and ".join(dict.fromkeys(filter(None, (self.noise_source, other.noise_source))))
+    return budget_report(self.events + other.events, accountants=both or ("pld",),
+                         noise_source=sources, **_agreed(self, other))
+
+@patch
+def __radd__(self:BudgetReport, other):
+    return self if other == 0 else NotImplemented # the start of `sum`
 
 # %% ../../nbs/budgets/certified.ipynb #0949705c
 _CALIBRATORS = ("rdp", "pld", "tcdp", "as_printed")
@@ -302,7 +444,7 @@ def calibrate(
     *,
     target_epsilon:float, # epsilon (nats); > 0
     delta:float, # Target delta, in (0, 1)
-    accountant:Literal["rdp","pld","tcdp","as_printed"]="rdp", # Its epsilon meets the target
+    accountant:Literal["rdp","pld","tcdp","as_printed"]="pld", # Its epsilon meets the target
     neighbouring_relation:str="add_or_remove_one", # As for `certify`
 )->float: # Initial noise multiplier
     "Initial noise multiplier of a schedule for a target epsilon."
@@ -315,17 +457,38 @@ def calibrate(
         _relation(neighbouring_relation, accountant)
     if accountant == "rdp": return calibrate_noise_multiplier(schedule, plan, **target)
     if accountant == "pld":
-        return _calibrate_pld(schedule, plan, target_epsilon, delta, neighbouring_relation)
+        def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
+        return calibrate_epsilon(events_of, **target, neighbouring_relation=neighbouring_relation)
     return _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation)
 
 # %% ../../nbs/budgets/certified.ipynb #0b7809df
-def _calibrate_pld(schedule, plan, target_epsilon, delta, neighbouring_relation):
-    "Least initial multiplier whose PLD epsilon meets the target, within 5e-4."
-    start = calibrate_noise_multiplier(schedule, plan, target_epsilon=target_epsilon, delta=delta)
-    def epsilon_of(sigma):
-        return _by_pld(gaussian_events(schedule.rescaled(sigma), plan), delta,
-                       neighbouring_relation).epsilon
-    return smallest_scale(epsilon_of, target_epsilon, rtol=5e-4, start=start, factor=1.15)
+def calibrate_epsilon(
+    events_of:Callable[[float],Iterable[MechanismEvent]], # Multiplier to events; private for more
+    *,
+    target_epsilon:float, # epsilon (nats); > 0
+    delta:float, # Target delta, in (0, 1)
+    accountant:Literal["rdp","pld"]="pld", # Its epsilon meets the target
+    neighbouring_relation:str="add_or_remove_one", # As for `certify`
+)->float: # Noise multiplier; its epsilon is within 5e-4 of the target (RDP: 1e-4)
+    "Least noise multiplier for a target epsilon of any events; never overshoots."
+    def by_rdp(sigma): return _by_rdp(events_of(sigma), delta, "add_or_remove_one").epsilon
+    def by_pld(sigma):
+        return _by_pld(tuple(events_of(sigma)), delta, neighbouring_relation).epsilon
+    spent = _fixed(events_of, by_rdp)
+    if accountant == "pld" and spent >= target_epsilon: spent = _fixed(events_of, by_pld)
+    if spent >= target_epsilon:
+        raise ValueError(f"target_epsilon must be more than the {spent:.3g} that queries of fixed "
+                         f"noise spend, got target_epsilon={target_epsilon}; raise their noise")
+    start = smallest_scale(by_rdp, target_epsilon) if by_rdp(_VAST) < target_epsilon else 10.0
+    if accountant == "rdp": return start
+    return smallest_scale(by_pld, target_epsilon, rtol=5e-4, start=start, factor=1.15)
+
+_VAST = 1e12 # A multiplier at which a gradient says nothing
+
+def _fixed(events_of, epsilon_of):
+    "Epsilon of what the multiplier does not reach; 0 where it reaches everything."
+    reached = all(e.noise_multiplier > 1e-3*_VAST for e in events_of(_VAST))
+    return 0.0 if reached else epsilon_of(_VAST)
 
 # %% ../../nbs/budgets/certified.ipynb #44e149ff
 def _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation):

@@ -308,5 +308,4 @@ def sanitization_report(
     return _LayerReport(case=_case(release, below, batches), certified=certified, delta=delta,
                         claimed=claim, empirical=empirical,
                         privacy_unit="features of one record",
-                        events=row_events(release, **relation) + gradients,
-                        preconditions=claim.preconditions, **relation)
+                        events=row_events(release, **relation) + gradients, **relation)

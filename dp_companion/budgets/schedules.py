@@ -9,7 +9,7 @@ __all__ = ['LARGEST', 'Schedule', 'Constant', 'LinearDecay', 'TimeDecay', 'StepD
 import math
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from fastcore.basics import patch
@@ -63,6 +63,11 @@ class Schedule:
     unit: Literal["epoch","step"] = "epoch" # What the index counts
     kind: ClassVar[str] = "" # Its name on a command line
 
+    if TYPE_CHECKING: # added below
+        def at(self, epoch:int)->float: ...
+        def values(self, epochs:int)->np.ndarray: ...
+        def rescaled(self, initial:float)->"Schedule": ...
+
     def __post_init__(self):
         _real("initial", self.initial)
         _word("unit", self.unit, ("epoch", "step"))
@@ -76,12 +81,17 @@ class Schedule:
 # %% ../../nbs/budgets/schedules.ipynb #dab9448d
 @patch
 def _values(self:Schedule, index):
-    "Values at these indices; raises where one underflows to 0."
-    values = self.initial*self.factor(index)
-    if not (values > 0).all():
-        first = index[~(values > 0)][0]
-        raise ValueError(f"every value of a schedule must be > 0, got 0 at index {first}; "
-                         "use less decay or fewer epochs")
+    "Values at these indices; raises where one is 0, infinite or no number."
+    factor = np.asarray(self.factor(index), dtype=float)
+    if factor.shape != index.shape:
+        raise ValueError(f"factor of a schedule must give one number per index, got shape "
+                         f"{factor.shape} for {len(index)} indices")
+    values = self.initial*factor
+    legal = (values > 0) & (values < math.inf)
+    if not legal.all():
+        wrong = int(np.flatnonzero(~legal)[0])
+        raise ValueError(f"every value of a schedule must be > 0, got {values[wrong]:g} at index "
+                         f"{index[wrong]}; use less decay or fewer epochs")
     return values
 
 @patch
@@ -91,12 +101,19 @@ def at(self:Schedule,
     "Value at one index, equal to the same entry of `values`."
     return float(self._values(np.array([_whole("epoch", epoch, 0)]))[0])
 
+# %% ../../nbs/budgets/schedules.ipynb #589841df
 @patch
 def values(self:Schedule,
     epochs:int, # How many epochs (or steps, for `unit="step"`); >= 0
 )->np.ndarray: # (epochs,)
-    "Values at indices 0 to `epochs` - 1."
-    return self._values(np.arange(_whole("epochs", epochs, 0)))
+    "Values at indices 0 to `epochs` - 1; refuses a factor that goes by more than its index."
+    values = self._values(np.arange(_whole("epochs", epochs, 0)))
+    for t in (0, epochs//2, epochs - 1)[:epochs]:
+        alone = self.at(t)
+        if not math.isclose(alone, values[t], rel_tol=1e-9):
+            raise ValueError(f"a schedule must give every {self.unit} one value, got {alone:g} "
+                             f"and {values[t]:g} at {t}; its factor must go by the single index")
+    return values
 
 # %% ../../nbs/budgets/schedules.ipynb #8a6b0e24
 @patch
@@ -196,6 +213,12 @@ class PoissonPlan:
     dataset_size: int # n, records; >= 1
     expected_batch_size: int # b, records; from 1 to dataset_size
     epochs: int # E; >= 1
+
+    if TYPE_CHECKING: # added below
+        def epoch_of(self, step:int)->int: ...
+        @property
+        def steps_per_epoch(self)->np.ndarray: ...
+        def per_step(self, schedule:Schedule)->np.ndarray: ...
 
     def __post_init__(self):
         for name in ("dataset_size", "expected_batch_size", "epochs"):

@@ -96,9 +96,7 @@ def budget_report(
     if spec.method.clip_rule == "none": return BudgetReport(certified={}, **unit)
     events, claimed = spec.method.events(plan, classes), spec.method.claim(plan, delta=spec.delta)
     certified = certify(events, delta=spec.delta)
-    preconditions = claimed.preconditions if claimed else ()
-    return BudgetReport(claimed=claimed, certified=certified, events=events,
-                        preconditions=preconditions, **unit)
+    return BudgetReport(claimed=claimed, certified=certified, events=events, **unit)
 
 # %% ../../nbs/training/planning.ipynb #d7cd18fb
 def check_target(

@@ -8,6 +8,7 @@ __all__ = ['train']
 # %% ../../nbs/training/training.ipynb #1f8e769d
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 import torch
 from filelock import FileLock
@@ -24,14 +25,27 @@ def train(
     spec:RunSpec, # The run
     runs:Path=Path("runs"), # Folder of runs
     data:Dataset|None=None, # Its data; loaded where None
+    progress:Callable|None=None, # Called with (finished epochs, epochs)
 )->RunRecord: # Found there, or trained now
     "The record of `spec`: found in `runs`, resumed at its last epoch, or trained from the start."
     if (found := find_record(spec, runs)) is not None: return found
     data = data or load_dataset(spec.dataset) # before the folder of the run is made
-    record_path(spec, runs).parent.mkdir(parents=True, exist_ok=True)
+    folder = record_path(spec, runs).parent
+    folder.mkdir(parents=True, exist_ok=True)
     # one process trains; others wait for its record
-    with FileLock(record_path(spec, runs).with_name(".lock")):
-        return find_record(spec, runs) or train_now(spec, runs, data)
+    lock, rest = folder/".lock", {"progress": progress} if progress else {}
+    try:
+        with FileLock(lock): return find_record(spec, runs) or train_now(spec, runs, data, **rest)
+    except ValueError:
+        _remove_empty(folder)
+        raise
+
+def _remove_empty(folder):
+    "No folder stays behind a run that was refused before its first epoch."
+    if {path.name for path in folder.iterdir()} <= {".lock"}:
+        (folder/".lock").unlink(missing_ok=True)
+        folder.rmdir()
+        if not any(folder.parent.iterdir()): folder.parent.rmdir()
 
 # %% ../../nbs/training/training.ipynb #755dc457
 def _training_device()->str: # For torch
@@ -55,6 +69,7 @@ def train_now(
     spec:RunSpec, # The run, locked
     runs:Path, # Folder of runs
     data:Dataset, # Its data
+    progress:Callable=lambda finished, epochs: None, # As for `train`
 )->RunRecord: # As written
     "Train `spec` from its last epoch, or from the start."
     run, started = _build_run(spec, data), time.time()
@@ -62,7 +77,9 @@ def train_now(
     if report: check_target(spec, report)
     checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
     if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
+    progress(len(run.epochs), spec.epochs)
     while not run.is_over:
         run.train_epoch()
         save_checkpoint(run, checkpoint)
+        progress(len(run.epochs), spec.epochs)
     return finish(run, run.checked(report), runs, started)

@@ -336,8 +336,8 @@ def test_words_that_say_one_thing_agree():
 
 def test_what_the_engine_does_not_do_it_refuses():
     made = dict(dataset=flat_data(), model=flat_network(), noise_multiplier=1.)
-    with pytest.raises(TypeError, match="make_private has no argument 'epochs'"): private(epochs=3,
-        **made)
+    with pytest.raises(ValueError, match="epochs must be given exactly with a target"):
+        private(epochs=3, **made)
     with pytest.raises(ValueError, match="target_delta must be in \\(0, 1\\), got target_delta=0"):
         private(PrivacyEngine(), "make_private_with_epsilon", target_epsilon=1., target_delta=0,
             epochs=1)

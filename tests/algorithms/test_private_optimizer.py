@@ -59,8 +59,8 @@ def test_the_target_pays_for_counts_or_is_refused(accountant):
         accountant].epsilon <= 12
     # the gradient alone has less than the whole
     assert certify(events, delta=1e-4, accountants=(accountant,))[accountant].epsilon < 11
-    with pytest.raises(ValueError, match="target_epsilon must be more than the .* that the rule's "
-        "own counts spend"): asked(1.)
+    with pytest.raises(ValueError, match="target_epsilon must be more than the .* that queries "
+        "of fixed noise spend"): asked(1.)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
@@ -331,7 +331,7 @@ def test_schedules_stay_as_they_were_paid_for():
     for name in ("noise_schedule", "bound_schedule"):
         with pytest.raises(ValueError, match=f"{name} must be set by an argument of make_private"):
             setattr(optimizer, name, Constant(initial=.5))
-    with pytest.raises(ValueError, match="noise_schedule must give every epoch one value"): private(
+    with pytest.raises(ValueError, match="a schedule must give every epoch one value"): private(
         noise_schedule=Ramp(initial=1.), **target)
 
 

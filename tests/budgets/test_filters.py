@@ -23,7 +23,8 @@ def step(noise_multiplier, sample_rate=0.01, steps=1):
 
 def test_constant_noise_stops_where_the_accountant_does():
     for target, delta in ((0.5, 1e-5), (3, 1e-3), (10, 1e-6)):
-        sigma = calibrate(Constant(initial=1), HAM, target_epsilon=target, delta=delta)
+        sigma = calibrate(Constant(initial=1), HAM, target_epsilon=target, delta=delta,
+                          accountant="rdp")
         budget = RenyiFilter.planned(HAM, target_epsilon=target, delta=delta)
         assert budget.steps_left(sigma, sample_rate=HAM.sample_rate) >= HAM.steps
         assert budget.request(step(sigma, HAM.sample_rate, HAM.steps))

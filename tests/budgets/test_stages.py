@@ -54,7 +54,8 @@ def test_what_trains_is_what_was_certified(target, unit):
         assert per_step_multipliers(events).tolist() == HAM.per_step(schedule).tolist()
         epsilon = certify(events, delta=1e-3, accountants=("rdp",))["rdp"].epsilon
         assert target*(1 - 5e-3) < epsilon <= target
-        assert schedule.initial == calibrate(shape, HAM, target_epsilon=target, delta=1e-3)
+        assert schedule.initial == calibrate(shape, HAM, target_epsilon=target, delta=1e-3,
+                                             accountant="rdp")
 
 
 def test_stages_refuse_another_run():

@@ -166,7 +166,8 @@ def _gradient_noise(
         return sanitization_report(release, plan, below="dp_sgd", delta=delta,
                                    gradient_events=gaussian_events(Constant(initial=sigma), plan),
                                    batches="own").epsilon
-    start = calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta)
+    start = calibrate(Constant(initial=1.), plan, target_epsilon=target_epsilon, delta=delta,
+                      accountant="rdp")
     return smallest_scale(epsilon_of, target_epsilon, rtol=5e-3, start=2.5*start, factor=1.3)
 
 def _plain_noise(

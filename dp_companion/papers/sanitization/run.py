@@ -404,7 +404,7 @@ def checked(self:SanitizedRun,
     if self.training: check_ledger(self.training, int(self.plan.steps_per_epoch[:epochs].sum()))
     if epochs == self.spec.epochs: return planned
     claim = layer_report(self.spec, self.plan, self.model, epochs=epochs).claimed
-    return replace(planned, claimed=claim, preconditions=claim.preconditions)
+    return replace(planned, claimed=claim)
 
 # %% ../../../nbs/papers/sanitization/run.ipynb #a02c415b
 class PlainRun(Run):
