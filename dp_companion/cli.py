@@ -666,7 +666,7 @@ def _got(error, arguments):
 def claim(
     file:Annotated[str, typer.Argument(help="A claim's JSON file, or a name in the register; "
         "without one, the names.")]="",
-    csv:Annotated[Path | None, typer.Option(help="Write the whole register, recomputed, here.")]=None,
+    csv:Annotated[Path | None, typer.Option(help="Write the register as CSV.")]=None,
     as_json:JsonFlag=False,
 ):
     """Recompute a printed ε: certified, bounded below, and its verdict.

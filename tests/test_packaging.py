@@ -36,7 +36,8 @@ def test_distributions_hold_code_numbers_and_types(root, built):
     package = root/"dp_companion"
     wanted = {"dp_companion/py.typed"}
     wanted |= {p.relative_to(root).as_posix() for p in [*package.rglob("*.py"),
-                                                        *package.rglob("*.csv")]}
+                                                        *package.rglob("*.csv"),
+                                                        *package.rglob("*.json")]}
     assert wanted <= files_of(built, "*.whl")
     assert wanted | {"settings.ini", "README.md", "LICENSE"} <= files_of(built, "*.tar.gz")
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLINGS', 'KnownEpsilon', 'known_epsilon', 'moved']
 
-# %% ../../nbs/budgets/sampling.ipynb #5c481d94
+# %% ../../nbs/budgets/sampling.ipynb #e7907679
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from .events import MechanismEvent
 from .rdp import rdp_of_events, rdp_to_epsilon
 from .schedules import _real, _word
 
-# %% ../../nbs/budgets/sampling.ipynb #8318ed0d
+# %% ../../nbs/budgets/sampling.ipynb #2d56a1aa
 # The relations that each way to form batches has a bound for
 _RELATIONS = {"poisson": ("add_or_remove_one", "replace_special", "replace_one"),
               "fixed_size": ("replace_one",),
@@ -37,7 +37,7 @@ class KnownEpsilon:
     sampling: str # One of `SAMPLINGS`
     neighbouring_relation: str # What an attacker tells apart
 
-# %% ../../nbs/budgets/sampling.ipynb #70886897
+# %% ../../nbs/budgets/sampling.ipynb #763104ad
 def _gaussian_delta(epsilon, mu):
     "Exact delta of one Gaussian at distance mu (Balle and Wang 2018)."
     return np.maximum(ndtr(mu/2 - epsilon/mu)
@@ -59,7 +59,7 @@ def _cyclic(events, delta, distance, whole=math.ceil):
     squares = sum(_epochs(e, whole)/e.noise_multiplier**2 for e in events)
     return _gaussian_epsilon(distance*math.sqrt(squares), delta) if squares else 0.
 
-# %% ../../nbs/budgets/sampling.ipynb #9313aa1e
+# %% ../../nbs/budgets/sampling.ipynb #ea689426
 def _distribution(interval, *profiles):
     "Losses of one step or epoch from its profile, or from one for each direction (DGKKM22)."
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
@@ -79,7 +79,7 @@ def _total(parts, interval, delta, pessimistic=True):
         found = total.get_epsilon_for_delta(delta - margin)
     return math.inf if math.isnan(found) else float(found)
 
-# %% ../../nbs/budgets/sampling.ipynb #df15b3ae
+# %% ../../nbs/budgets/sampling.ipynb #630560fa
 def _between(x):
     "Probability of a standard normal between neighbours of x, without cancellation."
     return np.where(x[:-1] > 0, ndtr(-x[:-1]) - ndtr(-x[1:]), ndtr(x[1:]) - ndtr(x[:-1]))
@@ -100,7 +100,7 @@ def _outputs(loss, sigma, q, replaced):
             min(1/(2*sigma**2), 300)))
     return sigma**2*np.sign(loss)*(half + np.where(far > 100, far, near))
 
-# %% ../../nbs/budgets/sampling.ipynb #39f1935d
+# %% ../../nbs/budgets/sampling.ipynb #7bcebc16
 def _furthest(sigma, q, replaced):
     "Loss at 9.5 standard deviations beyond the record."
     full = (9.5*sigma + .5)/sigma**2
@@ -131,7 +131,7 @@ def _sum_of_losses(parts, interval):
     lowest = round(mean) - size//2 # the window of cells that holds the sum
     return lowest, np.roll(np.clip(np.fft.irfft(total, size), 0, None), (start - lowest) % size)
 
-# %% ../../nbs/budgets/sampling.ipynb #7a4576da
+# %% ../../nbs/budgets/sampling.ipynb #5d290e6a
 def _epsilon_of_losses(lowest, mass, interval, delta):
     "The last grid point at which delta is exceeded."
     from scipy.signal import lfilter
@@ -150,7 +150,7 @@ def _at_least(events, delta, relation):
     parts = [(*_rounded_down(e, interval, replaced), e.steps) for e in events]
     return _epsilon_of_losses(*_sum_of_losses(parts, interval), interval, delta)
 
-# %% ../../nbs/budgets/sampling.ipynb #1d533495
+# %% ../../nbs/budgets/sampling.ipynb #62c36c5f
 def _fixed_size_profile(event, interval):
     "delta at grid points for one step on a batch of fixed size (BBG18, Theorem 9)."
     q, mu = event.sample_rate, 2/event.noise_multiplier
@@ -171,7 +171,7 @@ def _fixed_size(events, delta, relation):
                     for e in merged], interval, delta)
     return _at_least(_halved(events), delta, "add_or_remove_one"), upper
 
-# %% ../../nbs/budgets/sampling.ipynb #f8080f35
+# %% ../../nbs/budgets/sampling.ipynb #0f4a22ea
 _SIZE = 2**20 # points of the grid for the sum of density ratios
 _REACH = 6.5 # standard deviations beyond which an output counts as lost
 
@@ -191,7 +191,7 @@ def _mean_ratio(sigma, batches):
     beyond = ndtr(-x[-1])
     return h/batches, total, (ndtr(1/sigma - x[-1]) + (batches - 1)*beyond, batches*beyond)
 
-# %% ../../nbs/budgets/sampling.ipynb #795b83a4
+# %% ../../nbs/budgets/sampling.ipynb #e0b28382
 def _beyond(h, mass, points):
     "E(L - c)+ and E(c - L)+ at points c, for probabilities on a grid of spacing h."
     value = h*np.arange(len(mass))
@@ -210,7 +210,7 @@ def _balls_profiles(event, interval):
     added = ratio*_beyond(h, mass, 1/ratio)[1]
     return removed + lost[0] + 1e-13, added + lost[1] + 1e-13
 
-# %% ../../nbs/budgets/sampling.ipynb #4e739b1a
+# %% ../../nbs/budgets/sampling.ipynb #6fec6377
 def _balls_in_bins(events, delta, relation):
     "Lower and upper bound for balls in bins."
     lower, most = _by_largest(events, delta, 1., 0.), _cyclic(events, delta, 1.)
@@ -220,7 +220,7 @@ def _balls_in_bins(events, delta, relation):
              for e in composable(events)]
     return lower, min(most, _total(parts, interval, delta))
 
-# %% ../../nbs/budgets/sampling.ipynb #00dc02ef
+# %% ../../nbs/budgets/sampling.ipynb #e60a600b
 def _largest(event, shift, edges):
     "Probability of the largest output of an epoch in each cell (@eq-largest)."
     batches, sigma = _batches(event), event.noise_multiplier
@@ -242,7 +242,7 @@ def _largest_losses(event, present, absent, interval):
         *pair, pessimistic_estimate=False, value_discretization_interval=interval,
         symmetric=False)
 
-# %% ../../nbs/budgets/sampling.ipynb #c07ca234
+# %% ../../nbs/budgets/sampling.ipynb #a346e214
 def _by_largest(events, delta, present, absent):
     "Lower bound on epsilon by the largest output of each epoch."
     whole = [(e, _epochs(e, math.floor)) for e in composable(events)]
@@ -257,7 +257,7 @@ def _shuffled(events, delta, relation):
     distance = 2. if relation == "replace_one" else 1.
     return _by_largest(events, delta, 2., absent), _cyclic(events, delta, distance)
 
-# %% ../../nbs/budgets/sampling.ipynb #e139ba8e
+# %% ../../nbs/budgets/sampling.ipynb #f6fca972
 def _fixed_batches(events, delta, relation):
     distance = 2. if relation == "replace_one" else 1.
     return tuple(_cyclic(events, delta, distance, whole) for whole in (math.floor, math.ceil))
@@ -271,7 +271,7 @@ def _poisson(events, delta, relation):
 _BOUNDS = {"poisson": _poisson, "fixed_size": _fixed_size, "balls_in_bins": _balls_in_bins,
            "shuffled": _shuffled, "cyclic": _fixed_batches}
 
-# %% ../../nbs/budgets/sampling.ipynb #b721de90
+# %% ../../nbs/budgets/sampling.ipynb #52f05455
 def known_epsilon(
     events:Iterable[MechanismEvent], # What ran, or will run; none gives 0
     *,
@@ -292,7 +292,7 @@ def known_epsilon(
     return KnownEpsilon(lower=min(lower, upper), upper=upper, sampling=sampling,
                         neighbouring_relation=neighbouring_relation)
 
-# %% ../../nbs/budgets/sampling.ipynb #6e3e4aad
+# %% ../../nbs/budgets/sampling.ipynb #c8596972
 def _tutorial(): # TensorFlow Privacy's MNIST tutorial, tutorials/README.md
     return [MechanismEvent(noise_multiplier=1.1, sample_rate=256/60_000, steps=234*60)]
 

@@ -7,14 +7,12 @@ __all__ = ['HOLDS', 'OVERSTATED', 'UNDERSTATED', 'NOT_ENOUGH', 'Recomputed', 're
 
 # %% ../../../nbs/papers/register/recomputed.ipynb #714dd722
 import math
-from dataclasses import asdict, dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from ...budgets.certified import certify, grid_interval, pld_epsilon
 from ...budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ...budgets.sampling import _at_least, _cyclic, _gaussian_delta, known_epsilon
-from .schema import Claim, read_claim, register
+from .schema import Claim, register
 from ...published import printed_decimals
 
 # %% ../../../nbs/papers/register/recomputed.ipynb #21e172ac
