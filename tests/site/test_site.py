@@ -71,7 +71,9 @@ def make_clone(tmp_path):
         "# Half of it\n    'Half of `x`.'\n")
     write_notebook(tmp_path/"nbs/index.ipynb", INDEX)
     write_notebook(tmp_path/"nbs/budgets/toy.ipynb", TOY)
-    for name in ("nbs/styles.css", "nbs/favicon.svg", "CITATION.cff"):
+    (tmp_path/"nbs/budgets/toy.js").write_text("document.body.dataset.toy = 'ran';\n\n")
+    for name in ("nbs/styles.css", "nbs/favicon.svg", "nbs/copy_buttons.js",
+                 "nbs/search_order.js", "CITATION.cff"):
         shutil.copyfile(REPO/name, tmp_path/name)
     return tmp_path
 
@@ -260,6 +262,8 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
         assert "Halves" in browser.evaluate("document.querySelector('#search-results').innerText")
         browser.open(f"{address}/budgets/toy.html")
         assert browser.evaluate("document.querySelectorAll('math').length") >= 3
+        assert browser.evaluate("document.body.dataset.toy") == "ran"
+        assert browser.evaluate("document.querySelectorAll('.copy-code').length") >= 1
         brightness = ("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, "
                       "3).reduce((a, b) => a + +b, 0)")
         light = browser.evaluate(brightness)
