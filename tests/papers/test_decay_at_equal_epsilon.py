@@ -1,0 +1,65 @@
+"The committed arms: their index, their budgets, their seeds, and what is said of them."
+import pytest
+
+from dp_companion.budgets.certified import certify
+from dp_companion.budgets.events import MechanismEvent
+from dp_companion.papers.decay_at_equal_epsilon.arms import (
+    FOLDER, SETTINGS, Arm, arms_index, read_arms)
+from dp_companion.papers.decay_at_equal_epsilon.verdicts import (
+    arm_verdicts, at_the_edge, compare_arms)
+from dp_companion.papers.verdicts import HOLDS, REFUTED
+
+
+@pytest.fixture(scope="module")
+def records(root): return read_arms(root/FOLDER)
+
+
+def arm_of(record):
+    return Arm(**{name: record.labels[name] for name in Arm.__dataclass_fields__})
+
+
+def test_the_index_lists_every_arm_and_no_other(root, records):
+    assert (root/FOLDER/"index.csv").read_text(encoding="utf-8") == arms_index(records)
+    files = {path.relative_to(root/FOLDER).as_posix() for path in (root/FOLDER).glob("*/*.json")}
+    assert {arm_of(r).file for r in records} == files
+
+
+def test_every_arm_spends_its_epsilon_and_no_more(records):
+    assert records
+    for r in records:
+        assert .97*r.labels["epsilon"] <= r.epsilon <= r.labels["epsilon"], arm_of(r).file
+        setting = SETTINGS[r.labels["setting"]]
+        steps = sum(event["steps"] for event in r.budget["events"])
+        assert steps == arm_of(r).spec.plan(setting.records).steps
+
+
+def test_a_certificate_is_that_of_its_events(records):
+    r = min(records, key=lambda r: len(r.budget["events"]))
+    events = tuple(MechanismEvent(**event) for event in r.budget["events"])
+    found = certify(events, delta=r.budget["delta"], accountants=("pld",))["pld"].epsilon
+    assert found == pytest.approx(r.epsilon, rel=1e-6)
+
+
+def test_accuracies_are_those_of_the_bits(records):
+    for r in records:
+        assert len(r.seeds) >= 10
+        assert r.right.mean(1) == pytest.approx(r.accuracies)
+        assert list(r.labels["tries"]) and f"{r.spec['learning_rate']:g}" in r.labels["tries"]
+
+
+def test_rates_lie_inside_their_grids(records):
+    assert len(at_the_edge(records)) <= len(records)//10
+
+
+def test_every_answer_follows_its_intervals(records):
+    "An answer never goes beyond a 95 % interval, and Holm's correction makes it harder only."
+    comparisons = compare_arms(records)
+    for c in comparisons:
+        low, high = c.paired.mean - c.paired.half, c.paired.mean + c.paired.half
+        if c.answer == HOLDS: assert low > 0
+        if c.answer == REFUTED: assert high < 0
+        assert c.adjusted >= c.paired.p
+    for verdict in arm_verdicts(comparisons):
+        of = [c for c in comparisons if verdict.claim.startswith(f"{c.arm} is more")]
+        assert of and (verdict.answer != REFUTED or any(c.answer == REFUTED for c in of))
+        assert verdict.answer != HOLDS or all(c.answer == HOLDS for c in of)
