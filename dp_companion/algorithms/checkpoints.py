@@ -15,26 +15,30 @@ from ..files import is_intact, write_whole
 
 # %% ../../nbs/algorithms/checkpoints.ipynb #181b8ab3
 def write_checkpoint(
-    path, # Where to
+    path, # Where to; a path, or a file that is open for writing bytes
     state:dict, # Tensors and plain values alone
+    **options, # As `torch.save` takes them
 ):
     "Write the state of a training, all of it or nothing."
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(state, buffer, **options)
     buffer.seek(0)
     try: torch.load(buffer, weights_only=True)
     except Exception as error: raise ValueError("a checkpoint must hold tensors and plain values "
         f"alone, got what torch does not read back ({str(error).splitlines()[0]}); turn "
         "NumPy's numbers into float or int") from None
-    write_whole(Path(path), buffer.getvalue())
+    if hasattr(path, "write"): path.write(buffer.getvalue())
+    else: write_whole(Path(path), buffer.getvalue())
 
 def read_checkpoint(
     path, # As `write_checkpoint` wrote it
+    **options, # As `torch.load` takes them
 )->dict: # The state
     "Read a checkpoint, executing nothing; a damaged one is an error of one sentence."
     try:
         if not is_intact(path): raise OSError("flipped bits")
-        return torch.load(path, weights_only=True, map_location="cpu")
+        if hasattr(path, "seek"): path.seek(0) # A file, which was read to its end
+        return torch.load(path, **{"map_location": "cpu", **options, "weights_only": True})
     except FileNotFoundError: raise
     except Exception as error: raise ValueError(f"checkpoint must be whole, got {path} that torch "
         f"cannot read ({type(error).__name__}); delete that file and run again") from None

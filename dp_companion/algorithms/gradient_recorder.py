@@ -8,9 +8,10 @@ __all__ = ['per_sample_losses', 'GradientRecorder']
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #30520b8c
 import copy
 import inspect
+import torch
 from torch import nn, Tensor
-from .book_keeping import BookKeeping, check_precision, refuse_past
-from .nested_tensors import call_model
+from .book_keeping import BookKeeping, Merged, check_precision, refuse_past
+from .nested_tensors import call_model, tensors_of
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #8d7e8969
 def per_sample_losses(
@@ -36,6 +37,21 @@ def _unreduced(loss_fn, outputs, targets)->tuple: # Its own reduction, and losse
     if own is None: return None, loss_fn(outputs, targets)
     return own.default, loss_fn(outputs, targets, reduction="none")
 
+# %% ../../nbs/algorithms/gradient_recorder.ipynb #f13ba5d3
+def _behind(x:Tensor)->set: # Of graph nodes, without its own
+    "What an output is made of."
+    seen, todo = set(), [x.grad_fn]
+    while todo:
+        new = {before for before, _ in todo.pop().next_functions if before is not None} - seen
+        seen |= new
+        todo += new
+    return seen
+
+def _last_rows(output, samples:int)->list: # Tensors
+    "A model's outputs with the batch in front, without those that another is made of."
+    rows = [x for x in tensors_of(output) if x.grad_fn is not None and x.dim() and len(x)==samples]
+    return [x for x in rows if not any(x.grad_fn in _behind(y) for y in rows)]
+
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #6948562a
 class GradientRecorder:
     "Records a forward and backward pass of a model, for per-sample norms and a weighted sum."
@@ -55,7 +71,7 @@ class GradientRecorder:
 
     def clear(self):
         "Forget the last forward and backward pass."
-        self.batch_size, self.divisor = None, 1
+        self.batch_size, self.divisor, self.rows = None, 1, []
         if self.trace is not None: self.trace.clear()
         self.trace = None
         self.book.clear()
@@ -72,12 +88,36 @@ class GradientRecorder:
         for p in self.slots:
             p.grad = None
         self.batch_size, self.divisor = batch_size, divisor
-        with self.book.recording(): return call_model(self.model, inputs)
+        self.book.batch_size = batch_size
+        return self._recorded(inputs)
+
+    def _recorded(self, inputs): # Once more where layers turn out to be used otherwise
+        try:
+            with self.book.recording(): output = call_model(self.model, inputs)
+        except Merged:
+            return self._recorded(inputs)
+        except RuntimeError:
+            expanded = set(self.book.expanded)
+            if not expanded: raise
+            self.book.roles.update(dict.fromkeys(expanded, "common"))
+            return self._recorded(inputs)
+        self.rows = _last_rows(output, self.batch_size) if self.book.common else []
+        return output
+
+    def take_common(self, losses:list): # What is run back: of the batch, or one for each sample
+        "Take the gradients of what is the same for all samples, where there is any."
+        if not self.book.common: return
+        rows, total = self.rows, sum(x.sum() for x in losses)
+        with self.book.muted():
+            found = torch.autograd.grad(total, rows, retain_graph=True, allow_unused=True)
+        parts = [(x*g).flatten(1).sum(1) for x, g in zip(rows, found) if g is not None]
+        if parts: self.book.take_common(sum(parts))
 
     def run(self, loss_fn, inputs, targets)->Tensor: # (batch,) losses
         "Run both passes."
         losses = per_sample_losses(loss_fn, self.record(inputs, len(targets)), targets)
         self.book.check_batch(len(losses))
+        self.book.take_common(losses)
         losses.sum().backward()
         return losses.detach()
 

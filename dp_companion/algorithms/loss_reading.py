@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LossReading', 'read_loss', 'TracedOutput', 'LossTrace']
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #fad075dc
+# %% ../../nbs/algorithms/loss_reading.ipynb #d4e65a7b
 import math
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from .nested_tensors import mapped, tensors_of
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #94078280
+# %% ../../nbs/algorithms/loss_reading.ipynb #afec20e9
 @dataclass(frozen=True)
 class LossReading:
     "What a loss does to a sample's loss."
@@ -40,7 +40,7 @@ def _is_plain(c:float)->bool:
     digits = 2 if float(c).is_integer() else 3
     return _near(abs(math.frexp(c)[0]), .5) or _near(c, float(f"{c:.{digits}g}"))
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #2a49f6a4
+# %% ../../nbs/algorithms/loss_reading.ipynb #c26c77b9
 def _sizes(node)->tuple: # Of the tensor that a reduction reduces
     if hasattr(node, "_saved_self_sym_sizes"): return tuple(node._saved_self_sym_sizes)
     return tuple(node._saved_self.shape)
@@ -73,7 +73,7 @@ def _summed(node, samples:int, factors:list, numbers:int|None=None)->LossReading
     if len(counts)>1: raise _ask("a sum that is divided by the batch size more than once")
     return LossReading(samples, True) if counts else LossReading(1, False)
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #d40d518e
+# %% ../../nbs/algorithms/loss_reading.ipynb #9b888ec5
 def _reduced(node, samples:int, factors:list)->LossReading:
     "A loss of torch with a reduction of its own."
     numbers = math.prod(_sizes(node))
@@ -103,7 +103,7 @@ _THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "
     "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand",
     "Stack", "Cat")}
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #53d2faa4
+# %% ../../nbs/algorithms/loss_reading.ipynb #56aef843
 def _factor(node, name:str)->list: # (what it divides by, whether as a quotient)
     "The number of a product or a quotient of a loss and a constant."
     inside = [before for before, _ in node.next_functions if before is not None]
@@ -145,7 +145,7 @@ def _agreed(found:list)->LossReading:
             raise _ask("parts that are divided by different numbers")
     return first
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #22323c40
+# %% ../../nbs/algorithms/loss_reading.ipynb #afe29471
 def _taken(x:Tensor, index:list, samples:int, lengths:set)->Tensor:
     "The samples that an index picks, also where the batch is a factor of the first dimension."
     if x.dim()==0: return x
@@ -173,7 +173,7 @@ class TracedOutput(Tensor):
     def __deepcopy__(self, memo):
         with torch._C.DisableTorchFunctionSubclass(): return self.as_subclass(Tensor).__deepcopy__(memo)
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #24470a9f
+# %% ../../nbs/algorithms/loss_reading.ipynb #3b6615b3
 _SCALED = ("mul", "multiply", "div", "divide", "true_divide")
 _WEIGHED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
@@ -200,12 +200,12 @@ def _fixed_tensors(func, args, kwargs)->list: # Tensors without the batch
     return [x for x in [*_constants(func, args, kwargs), kwargs.get("weight")]
             if isinstance(x, Tensor) and not isinstance(x, TracedOutput)]
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #62f46e37
+# %% ../../nbs/algorithms/loss_reading.ipynb #1c5c748f
 class LossTrace:
     "What a loop does with a module's outputs, up to its loss."
     def __init__(self,
         samples:int, # In the batch
-        tell:Callable, # (LossReading), once the loss is run back
+        tell:Callable, # (LossReading, losses), before they are run back
         *,
         is_looking:bool=False, # Whether functions are noted and run again
         fixed:list|None=None, # Tensors of an earlier look; filled by the first
@@ -239,14 +239,14 @@ class LossTrace:
                 raise _ask("a vector, or one with a gradient of its own")
             reading = read_loss([x.grad_fn for x in losses], self.samples)
             if self.is_looking: self.look(losses)
-            self.tell(reading)
+            self.tell(reading, losses)
         self.clear()
 
     def clear(self):
         "Forget what was noted."
         self.outputs, self.calls = [], []
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #5efd7969
+# %% ../../nbs/algorithms/loss_reading.ipynb #0ca1f6ff
 @patch
 def _again(self:LossTrace, losses:list, index:list, divisor=None)->list: # Tensors like the outputs
     "What is read for the outputs' gradients, where an index picks the samples."
@@ -276,7 +276,7 @@ def _by_sample(x:Tensor, samples:int)->Tensor: # (samples, ...)
     if place is None: raise _ask(f"an output of shape {tuple(x.shape)} for {samples} samples")
     return x.movedim(place, 0).reshape(samples, -1)
 
-# %% ../../nbs/algorithms/loss_reading.ipynb #74d88fa5
+# %% ../../nbs/algorithms/loss_reading.ipynb #458a50a1
 _MEETS = ("a loss in which a sample's part depends on other samples' outputs or labels")
 
 @patch

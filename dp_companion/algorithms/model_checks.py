@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from opacus.layers import SequenceBias
+from opacus.validators.errors import UnsupportedModuleError
 from torch import nn, Tensor
 from torch.nn.parameter import is_lazy
 from .book_keeping import has_kernel, own_parameters, recorded_layers
@@ -28,7 +29,7 @@ class Refusal:
     def check(self, model:nn.Module):
         "Refuse a model that has it."
         place = next(iter(self.found(model)), None)
-        if place is not None: raise ValueError(f"{place} {self.why}; {self.instead}")
+        if place is not None: raise UnsupportedModuleError(f"{place} {self.why}; {self.instead}")
 
 def _trains(module:nn.Module)->bool: return any(p.requires_grad for p in module.parameters())
 
@@ -59,7 +60,7 @@ def _counts_words(layer)->bool:
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 
 def _block_with_chance(model):
-    "Blocks with dropout, buffers or a generator inside."
+    "Blocks with dropout or a generator inside."
     for name, layer in model.named_modules():
         if not _trains(layer) or has_kernel(layer) or not own_parameters(layer): continue
         for m in layer.modules():
@@ -67,7 +68,6 @@ def _block_with_chance(model):
                      if isinstance(x, _GENERATORS)]
             if isinstance(m, nn.modules.dropout._DropoutNd) and m.p>0:
                 found.append(type(m).__name__)
-            found += [f"the buffer {key!r}" for key, _ in m.named_buffers(recurse=False)]
             yield from (f"{what} inside {type(layer).__name__} at {name!r}" for what in found)
 
 def _is_hooked(p)->bool: # Whether something sees a gradient in the backward pass
@@ -116,7 +116,7 @@ REFUSALS = ( # In the order in which a model is checked
         trained=False),
         "changes its weights in the forward pass, counts words over the batch, or is sparse",
         "leave out max_norm, scale_grad_by_freq and sparse"),
-    Refusal("chance or buffers beside a parameter of a module's own", _block_with_chance,
+    Refusal("chance beside a parameter of a module's own", _block_with_chance,
         "gives another result when the block runs again for its per-sample gradients",
         "put the block's own parameters into a module of their own"),
     Refusal("torch's recurrent layers", _layers(_is_recurrent),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CACHE_BYTES', 'HELD_BYTES', 'KERNELS', 'Slot', 'Part', 'LatePart', 'least', 'lost', 'squares', 'add_rows', 'row_part',
            'pieces', 'gram', 'positions', 'padded', 'windows', 'pixels', 'weight_matrices', 'seen', 'group_norm',
-           'layer_norm', 'embedding', 'opacus_rows', 'kernels_of', 'candidates']
+           'layer_norm', 'embedding', 'first_tensor', 'CallInput', 'opacus_rows', 'kernels_of', 'candidates']
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #a10029e0
 import copy
@@ -23,6 +23,7 @@ from torch import nn, Tensor
 import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModule
 from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #fe15efa2
 @dataclass(frozen=True, eq=False)
@@ -479,19 +480,51 @@ def _without_chance(block:nn.Module, batch_size:int):
             raise _chance(block, f"which changes {name!r}")
     if drawn()!=before: raise _chance(block, "which draws from Python's or NumPy's generator")
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #3c8a765a
+def first_tensor(output)->Tensor: # Itself, or the first of a tuple or a list
+    "What a module's parameters act on."
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+class CallInput:
+    "All that a module was called with; its tensors with the batch in front are rows."
+    def __init__(self, args:tuple, kwargs:dict,
+        samples:int|None, # In the batch; None where the call is the same for all samples
+    ):
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._leaves = [x.detach() if isinstance(x, Tensor) else x for x in self._leaves]
+        self.samples = samples
+        self._at = [k for k, x in enumerate(self._leaves)
+                    if isinstance(x, Tensor) and x.dim() and len(x)==samples]
+    rows = property(lambda self: [self._leaves[k] for k in self._at], doc="(batch, ...) each.")
+
+    def with_rows(self, rows:list)->tuple: # (args, kwargs)
+        "The call for one sample."
+        leaves = list(self._leaves)
+        for k, row in zip(self._at, rows): leaves[k] = row.unsqueeze(0)
+        return tree_unflatten(leaves, self._spec)
+
+    # As of a tensor
+    def numel(self)->int: return sum(x.numel() for x in self.rows)
+    def contiguous(self): return self
+    @property
+    def _version(self)->int: return sum(x._version for x in self._leaves if isinstance(x, Tensor))
+
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db8
 def _vmapped_rows(
     block:nn.Module, # Any module
-    activations:list, # Its input (batch, ...)
+    activations:list, # Its input (batch, ...), or a `CallInput`
     backprops:Tensor, # (batch, ...) the gradient at its output
 )->dict: # Parameter -> (batch, *shape)
     "Per-sample gradients of any module, which is run again for one sample after the other."
-    parameters = dict(block.named_parameters())
+    parameters, call = dict(block.named_parameters()), activations[0]
+    if isinstance(call, Tensor): call = CallInput((call,), {}, len(call))
     values = {name: p.detach() for name, p in parameters.items()}
-    def weighed(values, a, b):
-        return (functional_call(block, values, (a.unsqueeze(0),))*b.unsqueeze(0)).sum()
+    def weighed(values, rows, b):
+        args, kwargs = call.with_rows(rows)
+        output = first_tensor(functional_call(block, values, args, kwargs))
+        return (output*(b if call.samples is None else b.unsqueeze(0))).sum()
     with _without_hooks(block), _without_chance(block, len(backprops)):
-        found = vmap(grad(weighed), in_dims=(None, 0, 0))(values, activations[0], backprops)
+        found = vmap(grad(weighed), in_dims=(None, 0, 0))(values, call.rows, backprops)
     return {parameters[name]: rows for name, rows in found.items()}
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db6
@@ -505,10 +538,11 @@ def _is_seen(layer)->bool:
 def opacus_rows(layer, slots, a, b):
     "Hold what Opacus's sampler of this layer gives, or `vmap` where it has none."
     # Not in Opacus
-    if getattr(layer, "padding_idx", None) is not None:
+    if getattr(layer, "padding_idx", None) is not None and isinstance(a, Tensor):
         b = b*(a!=layer.padding_idx).unsqueeze(-1)
-    sampler = (GradSampleModule.GRAD_SAMPLERS.get(type(layer), _vmapped_rows) if _is_seen(layer)
-               else _vmapped_rows)
+    known = _is_seen(layer) and isinstance(a, Tensor)
+    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer)) if known else None
+    sampler = sampler or _vmapped_rows
     # Opacus 1.6 reads channels-last input in the wrong order
     found = sampler(layer, [a.contiguous()], b.contiguous())
     own = [(name, p) for name, p in layer.named_parameters() if name in slots]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from opacus.data_loader import wrap_collate_with_empty
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader
 from .nested_tensors import tensors_of
 from .spot_checks import is_same, kept_randomness
 from .noise import GaussianNoise, key_stream, seeded_by_torch
@@ -75,7 +75,7 @@ class Pass:
     skips:deque = field(default_factory=deque) # Of pieces: whether more of the batch will come
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #a07f5789
-class PoissonBatches(Sampler):
+class PoissonBatches(BatchSampler):
     "The Poisson batches of one training: iterate for the rest of an epoch."
     def __init__(self,
         plan:PoissonPlan, # n, b and epochs
@@ -97,6 +97,9 @@ class PoissonBatches(Sampler):
         self.place = self.mark() # Of the source, after the last batch that had its step
 
     epoch = property(lambda self: self.plan.epoch_of(self.steps_taken), doc="Of the next step.")
+
+    # As Opacus's BatchMemoryManager asks, to say how many pieces are to come
+    batch_size = property(lambda self: self.plan.expected_batch_size/self.share()[1])
 
     def mark(self, key:bytes=b""):
         "What gives a batch again: its key, or the state of a seeded source after it."

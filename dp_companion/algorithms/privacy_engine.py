@@ -6,6 +6,7 @@
 __all__ = ['RuleName', 'schedule_of', 'records_of', 'plan_of', 'calibrated', 'PrivacyEngine', 'Recipe', 'unwrapped']
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #b16b531d
+import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
@@ -399,8 +400,19 @@ def _check_spent(ledger:Ledger, **parts): # Module and optimizer, in an engine's
 
 def unwrapped(module, optimizer)->tuple: # (module, optimizer)
     "The user's own objects, without what an earlier engine put around them."
+    inside = getattr(optimizer, "optimizer", None) # As accelerate wraps one
+    if isinstance(inside, torch.optim.Optimizer): optimizer = inside
     return (module._module if isinstance(module, PrivateModule) else module,
         optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer)
+
+def _warn_of_state(optimizer):
+    "Say that a momentum from training without privacy is released by the first private step."
+    held = sum(isinstance(x, torch.Tensor) and x.dim()>0 and bool(x.any())
+               for state in optimizer.state.values() for x in state.values())
+    if held and not len(getattr(optimizer, "privacy_ledger", ())): warnings.warn(
+        f"optimizer must be new, got a {type(optimizer).__name__} with {held} tensors of earlier "
+        "steps, such as momentum: without privacy, they hold raw gradients, which the first "
+        "private step releases; make a new optimizer", stacklevel=4)
 
 @patch
 def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of noise, and of batches
@@ -422,6 +434,7 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
     noise_generator)->tuple: # As `make_private`
     "Step, optimizer, loader and module of a recipe."
     collate = collate_of(data_loader) # Before anything is changed
+    _warn_of_state(optimizer)
     noise, source = self.sources(noise_generator, data_loader.generator)
     private_step = PrivateStep(module, optimizer, clip_rule=recipe.clip_rule,
         expected_batch_size=recipe.plan.expected_batch_size, generator=noise.generator,
@@ -517,28 +530,41 @@ def _check_fits(checkpoint:dict, module, optimizer):
         f"in groups of {groups[0]}, got {groups[1]}")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c0f885bd
+def _scheduler_states(**schedulers)->dict: # Name in a checkpoint -> state, of those that are given
+    return {f"{name}_state_dict": x.state_dict() for name, x in schedulers.items() if x is not None}
+
 @patch
 def save_checkpoint(self:PrivacyEngine, *,
-    path, # Where to; a path
+    path, # Where to; a path, or a file that is open for writing bytes
     module:PrivateModule, optimizer:PrivateOptimizer, # As `make_private` gave them
+    noise_scheduler=None, grad_clip_scheduler=None, # As Opacus has them; schedules are ours
     checkpoint_dict:dict|None=None, # What else belongs in it, as a scheduler's state
+    module_state_dict_kwargs:dict|None=None, torch_save_kwargs:dict|None=None, # For torch's own
 ):
     "Write the whole state of training, between two steps."
     self.check_own(module, optimizer)
     if optimizer.private_step.is_begun: raise ValueError("save_checkpoint must be called between "
         "two steps, got one that is begun")
-    state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict(),
-        "optimizer_state_dict": optimizer.state_dict(), "privacy_state_dict": self.state_dict()}
-    write_checkpoint(path, state)
+    state = {**(checkpoint_dict or {}), **_scheduler_states(noise_scheduler=noise_scheduler,
+        grad_clip_scheduler=grad_clip_scheduler), "privacy_state_dict": self.state_dict(),
+        "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
+        "optimizer_state_dict": optimizer.state_dict()}
+    write_checkpoint(path, state, **(torch_save_kwargs or {}))
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #8b103ccb
 @patch
-def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule,
-    optimizer:PrivateOptimizer)->dict: # The whole checkpoint
+def load_checkpoint(self:PrivacyEngine, *, path, module:PrivateModule, optimizer:PrivateOptimizer,
+    noise_scheduler=None, grad_clip_scheduler=None, # Whose state was saved
+    module_load_dict_kwargs:dict|None=None, torch_load_kwargs:dict|None=None, # For torch's own
+)->dict: # The whole checkpoint
     "Take up a run where it was saved."
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, **(torch_load_kwargs or {}))
     if self.optimizer is not None: self.check_own(module, optimizer)
     _check_fits(checkpoint, module, optimizer)
     self.load_state_dict(checkpoint["privacy_state_dict"])
-    module.load_state_dict(checkpoint["module_state_dict"])
+    module.load_state_dict(checkpoint["module_state_dict"], **(module_load_dict_kwargs or {}))
     optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    for name, x in (("noise_scheduler", noise_scheduler),
+                    ("grad_clip_scheduler", grad_clip_scheduler)):
+        if x is not None: x.load_state_dict(checkpoint[f"{name}_state_dict"])
     return checkpoint

@@ -89,7 +89,7 @@ class PrivateModule(nn.Module):
                                    fixed=self._fixed)
         return recorder.trace.traced(output)
 
-    def _take(self, reading:LossReading):
+    def _take(self, reading:LossReading, losses:list):
         "Take what the loop's loss divides by, if it is what was announced."
         said = self.loss_reduction
         if reading.is_mean is not None and reading.is_mean!=(said=="mean"):
@@ -97,6 +97,7 @@ class PrivateModule(nn.Module):
                              f"got loss_reduction={said!r} for a "
                              f"{'mean' if reading.is_mean else 'sum'}; change one of them")
         self.private_step.recorder.divisor = reading.divisor
+        self.private_step.recorder.take_common(losses)
 
     def _empty(self, inputs:Arguments): # The module's output for no rows
         recorder = self.private_step.recorder

@@ -194,6 +194,7 @@ def backward(self:PrivateOptimizer,
     with torch._C.DisableTorchFunctionSubclass():
         trace, recorder.divisor = recorder.trace, 1
         if trace is not None and trace.is_looking: trace.look([losses], divisor=1)
+        recorder.book.take_common(losses)
         if losses.requires_grad: losses.sum().backward()
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #4d261d72

@@ -767,12 +767,16 @@ class Scaled(nn.Linear):
 @pytest.mark.parametrize("call", [lambda layer, x: layer(x, 2.), lambda layer,
                                   x: layer(x, scale=2.), lambda layer, x: layer(x=x)],
                                   ids=["position", "name", "input"])
-def test_layers_take_one_tensor_by_position(call):
+def test_layers_may_have_arguments_beside_their_input(call):
     class Net(nn.Module):
         def __init__(self): super().__init__(); self.layer = Scaled(6, 3)
         def forward(self, x): return call(self.layer, x)
-    with pytest.raises(TypeError, match="layer 'layer' must take "):
-        step_for(network(Net))(LOSS, torch.randn(8, 6, generator=seeded()), torch.arange(8)%3)
+    model, x, y = network(Net), torch.randn(8, 6, generator=seeded()), torch.arange(8)%3
+    x = x.to(next(model.parameters()))
+    true = [torch.cat([g.flatten() for g in torch.autograd.grad(LOSS(model(a[None]), b[None]),
+        list(model.parameters()))]).norm() for a, b in zip(x, y)]
+    torch.testing.assert_close(step_for(model)(LOSS, x, y).nonprivate_norms, torch.stack(true),
+                               rtol=1e-5, atol=1e-6)
 
 
 class Branches(nn.Module):

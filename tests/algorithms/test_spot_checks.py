@@ -114,11 +114,49 @@ def test_a_gradient_that_the_engine_does_not_see_is_refused(way, what):
 
 
 @WAYS
-def test_a_layer_that_is_called_on_one_row_too_is_refused(way):
-    model = Net(lambda m, x: m.last(m.first(torch.ones_like(x[:1]))*x.mean(1, keepdim=True)
-                                    + .001*m.first(x)))
-    with pytest.raises(ValueError, match="must be the batch of 16, got 1|one row per sample"):
-        one_step(model, way, *data())
+def test_a_layer_that_is_called_on_one_row_too_is_expanded_over_the_batch(way):
+    model, (x, y) = Net(lambda m, x: m.last(m.first(torch.ones_like(x[:1]))*x.mean(1, keepdim=True)
+                                            + .001*m.first(x))), data()
+    true = clipped_sum(model, x, y)
+    torch.testing.assert_close(one_step(model, way, x, y), true, rtol=1e-6, atol=1e-8)
+
+
+class Places(nn.Module):
+    "What GPT-2 and T5 do: positions are looked up once, for one sample or for none."
+    def __init__(self, look):
+        super().__init__()
+        self.table, self.last, self.look = nn.Embedding(9, 1), nn.Linear(5, 3), look
+    def forward(self, x): return self.last((x.unsqueeze(1) + self.look(self.table)).mean(1).tanh())
+
+
+def relative(table):
+    at = torch.arange(5)
+    return table(at[:, None] - at + 4).squeeze(-1)
+
+
+@WAYS
+@pytest.mark.parametrize("look", [lambda table: table(torch.arange(5)[None]).transpose(1, 2),
+    relative, lambda table: table(torch.arange(5)).T.repeat(2, 1)])
+def test_what_is_the_same_for_all_samples_has_the_gradients_of_batches_of_one(way, look):
+    model, (x, y) = Places(look), data()
+    true = clipped_sum(model, x, y)
+    torch.testing.assert_close(one_step(model, way, x, y), true, rtol=1e-6, atol=1e-8)
+
+
+@WAYS
+def test_windows_of_a_sample_are_one_input_of_it(way):
+    model, (x, y) = Net(lambda m, x: m.last(m.first(torch.stack([x, 2*x], 1).flatten(0, 1)).tanh()
+                                            .unflatten(0, (-1, 2)).mean(1))), data()
+    true = clipped_sum(model, x, y)
+    torch.testing.assert_close(one_step(model, way, x, y), true, rtol=1e-6, atol=1e-8)
+
+
+@WAYS
+def test_a_batch_in_another_order_than_the_samples_is_refused_or_right(way):
+    model, (x, y) = Net(lambda m, x: m.last(m.first(torch.stack([x, 2*x], 0).flatten(0, 1)).tanh()
+                                            .unflatten(0, (2, -1)).mean(0))), data()
+    with pytest.raises(ValueError, match="samples must not meet|must see all of a sample's"):
+        one_step(model, way, x, y)
 
 
 class Conditioned(nn.Module):
@@ -939,7 +977,7 @@ def test_a_step_counts_its_passes():
     assert step.spot_check.passes == (1, 2)
 
 
-@pytest.mark.parametrize("found, lone, fits", [(1., 1., True), (.98, 1., False), (1.02, 1., True),
+@pytest.mark.parametrize("found, lone, fits", [(1., 1., True), (.9999, 1., False), (1.02, 1., True),
     (0., 1e-19, True), (torch.inf, 1e19, True), (torch.inf, 1., False)])
 def test_a_norm_is_held_to_the_one_of_ordinary_differentiation(found, lone, fits):
     if fits: return _check_norm(found, lone)
@@ -947,14 +985,14 @@ def test_a_norm_is_held_to_the_one_of_ordinary_differentiation(found, lone, fits
         _check_norm(found, lone)
 
 
-@pytest.mark.parametrize("found, lone, fits", [([1., .005], [1., 0.], True),
-    ([1., .02], [1., 0.], False), ([0., 1e-19], [1e-19, 0.], True), ([1., torch.inf], [1., 0.],
+@pytest.mark.parametrize("found, lone, fits", [([1., 1e-7], [1., 0.], True),
+    ([1., .02], [1., 0.], False), ([1., .005], [1., 0.], False), ([0., 1e-19], [1e-19, 0.], True), ([1., torch.inf], [1., 0.],
         True)])
 def test_a_gradient_is_held_to_the_one_of_ordinary_differentiation(found, lone, fits):
     flat = torch.tensor(found, dtype=torch.float64)
     recorder = SimpleNamespace(flat=flat, slots=dict(weight=SimpleNamespace(shaped=flat)))
     if fits: return _check_direction(recorder, (torch.tensor(lone, dtype=torch.float64),))
-    with pytest.raises(ValueError, match="got one that is 0.02 of its norm away"):
+    with pytest.raises(ValueError, match="got one that is 0.0.* of its norm away"):
         _check_direction(recorder, (torch.tensor(lone, dtype=torch.float64),))
 
 

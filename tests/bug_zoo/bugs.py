@@ -172,8 +172,8 @@ LATE = "training.multipliers[max(t - training.plan.steps//training.plan.epochs, 
 LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}",
                  (("report.noise_multiplier != noise_multiplier", "False"),))
 # The engines see wrong norms themselves
-NO_LOOK = (Patch(spot_checks, "_check_norm", "found<.99*true", "False"),
-           Patch(spot_checks, "_check_direction", "away>.01*size", "False"))
+NO_LOOK = (Patch(spot_checks, "_check_norm", "found<(1-slack)*true", "False"),
+           Patch(spot_checks, "_check_direction", "away>_slack(recorder.flat.dtype)*size", "False"))
 NO_MEETING = Patch(spot_checks, "_gradient_of", "x.nan_to_num(0, 0, 0).any()", "False")
 NO_COPIES = Patch(spot_checks, "_is_alone", "not _near(first, loss(*_copies",
                   "False and not _near(first, loss(*_copies")
