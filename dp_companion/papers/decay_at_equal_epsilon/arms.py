@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tqdm import tqdm
-from ...budgets.optimise import Optimum, best_schedule
+from ...budgets.optimise import Knots, Optimum, best_schedule
 from ...budgets.schedules import (
     Constant, LinearDecay, Schedule, StepDecay, TimeDecay)
 from ...budgets.stages import Stages
@@ -46,8 +46,8 @@ SETTINGS = {
         expected_batch_size=128, max_grad_norm=.5, delta=1e-3),
 }
 
-# %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #ad93d017
-_PHASES = 10
+# %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #24653121
+_PHASES, _LEARNED = 10, (0., .4) # Tenths; the logarithms that the search below found
 
 def _by_steps(rate): return lambda epochs: StepDecay(initial=1., decay_rate=rate,
     drop_every=epochs//_PHASES)
@@ -57,6 +57,7 @@ _SHAPES = {
     "linear": lambda epochs: LinearDecay(initial=1., decay_rate=.99**(100/epochs)),
     "time": lambda epochs: TimeDecay(initial=1., decay_rate=1/epochs),
     "step 0.5": _by_steps(.5), "step 0.75": _by_steps(.75), "step 0.9": _by_steps(.9),
+    "learned": lambda epochs: Knots(initial=1., log_factors=_LEARNED, length=epochs),
     "growing": lambda epochs: Stages(initial=1., value_ratio=.8, stages=3, length_ratio=.9,
         length=epochs, unit="epoch"),
 }
