@@ -1,4 +1,4 @@
-"Models of transformers and adapters of peft, as they come: the clipped sum is that of batches of one."
+"Models of transformers and adapters of peft, as they come: sums are those of batches of one."
 import logging
 
 import pytest
