@@ -317,7 +317,8 @@ def _role_of(self:BookKeeping, name:str, args, kwargs, y:Tensor)->tuple: # (role
     n, rows = self.batch_size, len(y) if y.dim() else 0
     is_block, known = name in self.blocks, self.roles.get(name)
     a = args[0].detach() if args and not is_block else CallInput(args, kwargs, n or rows)
-    if is_block and len(args)==1 and not kwargs and isinstance(args[0], Tensor): a = args[0].detach()
+    if is_block and len(args)==1 and not kwargs and isinstance(args[0], Tensor):
+        a = args[0].detach()
     self.batch_sizes.append((name, n or rows))
     if known!="common" and (n is None or rows==n): return "rows", a, y
     if known!="common" and rows==1:
@@ -480,7 +481,8 @@ class RecordedSamples:
         recorded = _summed([known, *(part.squared_norms for _, part in self._parts)]).sqrt_()
         self._bad = ~torch.isfinite(recorded)
         self.is_whole = not own and divisor==1 # Whether the loss divides by nothing
-        self.norms = recorded if self.is_whole else (self.divisor*recorded).to(recorded) # (samples,)
+        # (samples,)
+        self.norms = recorded if self.is_whole else (self.divisor*recorded).to(recorded)
 
     def add_weighted_sum(self, scales:Tensor): # (samples,)
         "Add the sum of scales times gradients; samples whose norm is not finite are left out."

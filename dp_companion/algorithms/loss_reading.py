@@ -84,7 +84,8 @@ def _reduced(node, samples:int, factors:list)->LossReading:
 def _cross_entropy(node, samples:int, factors:list)->LossReading:
     "Cross-entropy, with its ignored labels and its total weight (@eq-loss-divisor)."
     labels, ignored = node._saved_target, node._saved_ignore_index
-    if labels.numel()%samples: raise _ask(f"a loss of {labels.numel()} labels for {samples} samples")
+    if labels.numel()%samples:
+        raise _ask(f"a loss of {labels.numel()} labels for {samples} samples")
     if node._saved_reduction==2: return _summed(node, samples, factors, labels.numel())
     valid = labels.reshape(samples, -1)!=(ignored-2**64 if ignored>=2**63 else ignored)
     each, total = valid.sum(1), node._saved_total_weight.double()
@@ -99,7 +100,8 @@ _READERS = {
     "MeanBackward0": _averaged, "MeanBackward1": _averaged,
     "SumBackward0": _summed, "SumBackward1": _summed,
 }
-_THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "Rsub", "Neg", "Alias",
+_THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "Rsub", "Neg",
+    "Alias",
     "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand",
     "Stack", "Cat")}
 
@@ -150,7 +152,8 @@ def _taken(x:Tensor, index:list, samples:int, lengths:set)->Tensor:
     "The samples that an index picks, also where the batch is a factor of the first dimension."
     if x.dim()==0: return x
     if len(x)==samples: return x[index]
-    if len(x)%samples==0 and len(x) in lengths: return x.unflatten(0, (samples, -1))[index].flatten(0,
+    if len(x)%samples==0 and len(x) in lengths:
+        return x.unflatten(0, (samples, -1))[index].flatten(0,
         1)
     places = [d for d, size in enumerate(x.shape) if size==samples]
     return x.index_select(places[0], torch.tensor(index, device=x.device)) if places else x
@@ -171,7 +174,8 @@ class TracedOutput(Tensor):
     # What is kept or copied is a plain tensor
     def __reduce_ex__(self, protocol): return self.as_subclass(Tensor).__reduce_ex__(protocol)
     def __deepcopy__(self, memo):
-        with torch._C.DisableTorchFunctionSubclass(): return self.as_subclass(Tensor).__deepcopy__(memo)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
 
 # %% ../../nbs/algorithms/loss_reading.ipynb #3b6615b3
 _SCALED = ("mul", "multiply", "div", "divide", "true_divide")
@@ -182,7 +186,8 @@ def _check_constant(x, samples:int):
     c = _number(x)
     if c is not None and not (_is_plain(c) or _is_plain(1/c) or c%samples==0):
         raise _ask(f"a factor of {c:.6g}, which may depend on the batch")
-    if not isinstance(x, Tensor) or x.dim()==0 or len(x)!=samples or not x.is_floating_point(): return
+    is_batch = isinstance(x, Tensor) and x.dim() and len(x)==samples
+    if not is_batch or not x.is_floating_point(): return
     whole = bool((x==x.round()).all())
     shares = x.dim()>1 and torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1)), rtol=1e-4)
     if not (whole or shares): raise _ask("weights of the samples, which may depend on one another")
@@ -254,7 +259,8 @@ def _again(self:LossTrace, losses:list, index:list, divisor=None)->list: # Tenso
     rows = [_taken(x, index, self.samples, {len(x)}).clone().requires_grad_() for x in rows]
     made = {id(x): y.clone() for x, y in zip((x for x in self.outputs if x.dim()), rows)}
     for func, args, kwargs, output in self.calls:
-        lengths = {len(x) for x in tensors_of((args, kwargs)) if isinstance(x, TracedOutput) and x.dim()}
+        lengths = {len(x) for x in tensors_of((args, kwargs))
+                   if isinstance(x, TracedOutput) and x.dim()}
         def picked(x):
             if id(x) in made: return made[id(x)]
             return _taken(x.detach().as_subclass(Tensor), index, self.samples, lengths)

@@ -311,7 +311,8 @@ def _like(recorder:GradientRecorder, model)->GradientRecorder:
     return new
 
 # `weights`: (divisors) -> (samples,). The sum is in the recorder's `flat`
-def _weighted_parts(model, inputs, samples:int, weights, like:GradientRecorder)->GradientRecorder|None:
+def _weighted_parts(model, inputs, samples:int, weights,
+                    like:GradientRecorder)->GradientRecorder|None:
     "A weighted sum of what samples have in a model's own losses, as these are read."
     recorder = _like(like, model)
     losses = _scalars(recorder.record(mapped(_own_copy, inputs), samples))

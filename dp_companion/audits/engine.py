@@ -65,7 +65,8 @@ class StepFinding(Finding):
     is_new:bool # Whether each step had noise of its own
 
     def __str__(self)->str: # One sentence
-        return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the noise "
+        return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the "
+            "noise "
             f"of the loop's own step: {self.steps} steps on empty batches, {self.parameters} "
             f"parameters, {self.noise:.3g} of the accounted noise in the one with least, "
             f"{'new in every step' if self.is_new else 'the same in two steps'}; clipping and "
