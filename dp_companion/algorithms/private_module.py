@@ -63,6 +63,7 @@ class PrivateModule(nn.Module):
         self.private_step, self.loss_reduction = private_step, loss_reduction
         self._fixed = [] # Class weights and their like, as an earlier look at the loss found them
 
+    @torch._disable_dynamo # Runs as Python where a caller compiles the module
     def forward(self, *args, **kwargs):
         inputs, state = Arguments(args, kwargs), self.private_step.spot_check.state
         if not (self.training and torch.is_grad_enabled()):

@@ -263,12 +263,16 @@ class Rows(nn.Module):
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_rows_are_not_clipped_in_the_place_of_samples(samples):
-    step = PrivateStep(model := Rows(), torch.optim.SGD(model.parameters(), lr=1.),
-        clip_rule=Flat(max_grad_norm=.01), expected_batch_size=1, noise_multiplier=0.)
-    with pytest.raises(ValueError, match="must see one row per sample|must be the batch of"):
-        step(nn.CrossEntropyLoss(), torch.ones(samples, 50, 6, dtype=torch.float64),
-            torch.zeros(samples, dtype=torch.long))
+def test_rows_of_a_sample_are_clipped_together(samples):
+    model, rule = Rows(), Flat(max_grad_norm=.01)
+    before, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=1.), clip_rule=rule,
+                       expected_batch_size=1, noise_multiplier=0.)
+    x, y = torch.randn(samples, 50, 6, dtype=torch.float64), torch.zeros(samples, dtype=torch.long)
+    step(loss, x, y)
+    total, _ = ORACLES["one_by_one"](before, loss, x, y, rule.scale)
+    moved = [(p - q).flatten() for p, q in zip(before.parameters(), model.parameters())]
+    torch.testing.assert_close(torch.cat(moved), total, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("pieces", [False, True])
