@@ -98,6 +98,10 @@ def reproduce(
     workers:Annotated[int, typer.Option(min=1, help="Notebooks at once.")]=2,
     everything:Annotated[bool, typer.Option("--all", help="Train the long experiments too, whose "
         "outputs at the small profile are kept in the notebooks.")]=False,
+    only:Annotated[str, typer.Option(help="Pages below this path alone, such as "
+        "papers/sad/experiments/epochs; builds no site.")]="",
+    dry:Annotated[bool, typer.Option("--dry-run", help="Say which pages and runs are missing, "
+        "and do nothing.")]=False,
 ):
     """Run everything and build the site.
 
@@ -105,16 +109,29 @@ def reproduce(
     headline table. Run it at the top of a checkout. It goes on where it was stopped.
     """
     from dp_companion.papers.tables import headline
-    from dp_companion.site.notebooks import execute_all, page_records
+    from dp_companion.site.notebooks import dry_run, execute_all, page_records
     from dp_companion.site.site import build_site
     source, out, executed = source.resolve(), out.resolve(), runs/"notebooks"/profile.value
+    if dry: return _say_planned(dry_run(source, executed, profile=profile.value, runs=runs,
+                                        only=only))
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers,
-                everything=everything)
+                everything=everything, only=only)
+    if only: return typer.echo(f"Executed: {(executed/only).resolve()}")
     page = build_site(executed.resolve(), out)/"index.html"
     records = page_records(executed/"papers/global_adapt_v2/experiments/utility.ipynb", runs)
     typer.echo(f"\nPaper global_adapt_v2, Table 13 at ε = 1, {records[0].spec.dataset}:\n")
     typer.echo(headline(records).to_string(index=False))
     typer.echo(f"\nAll results: {page.resolve()}")
+
+def _say_planned(pages):
+    "A line a page that a reproduction would execute, then the runs that it would train."
+    todo = [page for page in pages if not page["is_current"]]
+    for page in todo:
+        number = page["to_train"]
+        runs = "runs not known before" if number is None else f"{number} runs to train"
+        typer.echo(f"{page['page']:<60} {runs}")
+    known = sum(page["to_train"] or 0 for page in todo)
+    typer.echo(f"{len(todo)} of {len(pages)} pages to execute, {known} runs to train")
 
 # %% ../nbs/cli.ipynb #9240cc86
 @contextmanager
