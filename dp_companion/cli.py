@@ -346,7 +346,7 @@ def _attacked(record, runs, draws):
     from dataclasses import replace
     from dp_companion.audits.runs import audit_runs, released_events
     fresh = replace(record, budget={**record.budget, "empirical": None})
-    has_layer = getattr(record.spec.method.name, "layer_below", None) is not None
+    has_layer = getattr(record.spec.method, "layer_below", None) is not None
     if not has_layer: released_events(record)
     with _waiting("attack"):
         if has_layer: attacked, = _layers(fresh, runs)
