@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 import pandas as pd
-from .. import papers
 from ..training.records import find_record, record_path, write_json
 from ..training.spec import RunSpec, require, spec_from_dict
 
 # %% ../../nbs/papers/grids.ipynb #c9b21af2
 def papers_with_grids()->list: # Short names
     "The papers whose room has a grid."
-    rooms = [room.name for room in iter_modules(papers.__path__) if room.ispkg]
+    places = import_module("dp_companion.papers").__path__
+    rooms = [room.name for room in iter_modules(places) if room.ispkg]
     return [name for name in rooms if find_spec(f"dp_companion.papers.{name}.grid")]
 
 def _grid_of(paper): return import_module(f"dp_companion.papers.{paper}.grid")
