@@ -18,4 +18,6 @@ addEventListener("DOMContentLoaded", () => {
     });
     block.parentElement.append(button);
   }
+  // The theme names its folded blocks "Toggle hidden content"; their visible words say more
+  for (const fold of document.querySelectorAll("summary[aria-label]")) fold.removeAttribute("aria-label");
 });

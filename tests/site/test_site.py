@@ -245,6 +245,7 @@ def page_problems(folder, browser):
                 path = unquote(parts.path).strip("/")
                 target = f"{path}/index.html".lstrip("/") if (folder/path).is_dir() else path
                 if not (folder/target).is_file(): problems.append(f"{page}: broken link {url}")
+                elif "=" in parts.fragment: continue # a setting of the explorer, not a place
                 elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[
                         target]["anchors"]:
                     problems.append(f"{page}: broken link {url}, no such place")
