@@ -449,3 +449,17 @@ def test_a_reading_whose_epsilon_is_real_is_not_refuted():
     assert str(report).startswith(f"certified  ε ≤ {report.epsilon:.4g}")
     assert f"{report.certified['rdp'].epsilon:.4g} by RDP" in str(report).splitlines()[0]
     assert str(report).endswith(report.verdict) and "empirical  ε ≥ 0.03" in str(report)
+
+
+def test_a_recipe_is_read_from_the_records(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "recipes must be in results/recipes/" in terminal("recipe", "--data", "cifar10",
+                                                             "--epsilon", "1")[2]
+    monkeypatch.chdir(root)
+    status, out, err = terminal("recipe", "--data", "cifar10", "--epsilon", "1")
+    assert status == 0 and "SGD" not in err
+    said = dict(line.rsplit("  ", 1) for line in out.splitlines() if "  " in line)
+    found = {name.strip(): value.strip() for name, value in said.items()}
+    assert .97 <= float(found["certified epsilon"]) <= 1
+    assert float(found["epsilon with the choice of the rate"]) > 1
+    assert "one of cifar10 at 1" in terminal("recipe", "--data", "cifar10", "--epsilon", "2")[2]

@@ -5,6 +5,8 @@ from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import MechanismEvent
 from dp_companion.papers.decay_at_equal_epsilon.arms import (
     FOLDER, SETTINGS, Arm, arms_index, read_arms)
+from dp_companion.papers.decay_at_equal_epsilon.recipes import (
+    RECIPES, Recipe, committed_recipes, epsilon_with_tuning, worth)
 from dp_companion.papers.decay_at_equal_epsilon.verdicts import (
     arm_verdicts, at_the_edge, compare_arms)
 from dp_companion.papers.verdicts import HOLDS, REFUTED
@@ -63,3 +65,25 @@ def test_every_answer_follows_its_intervals(records):
         of = [c for c in comparisons if verdict.claim.startswith(f"{c.arm} is more")]
         assert of and (verdict.answer != REFUTED or any(c.answer == REFUTED for c in of))
         assert verdict.answer != HOLDS or all(c.answer == HOLDS for c in of)
+
+
+@pytest.fixture(scope="module")
+def recipes(root): return committed_recipes(root/RECIPES)
+
+
+def test_every_recipe_is_where_its_name_says_and_stays_under_its_epsilon(root, recipes):
+    assert recipes
+    for r in recipes:
+        recipe = Recipe(**{name: r.labels[name] for name in Recipe.__dataclass_fields__})
+        assert (root/RECIPES/recipe.file).is_file()
+        assert .97*recipe.epsilon <= r.epsilon <= recipe.epsilon
+        chosen = recipe.spec.values | {"target_epsilon": recipe.epsilon}
+        for name in ("noise", "learning_rate"): chosen[name] = r.spec[name]
+        assert chosen == r.spec
+
+
+def test_counting_the_tries_costs_and_the_index_of_runs_is_left_alone(root, recipes):
+    first = recipes[0]
+    assert first.epsilon < epsilon_with_tuning(first)
+    assert "recipes" not in (root/"results"/"index.csv").read_text(encoding="utf-8")
+    assert all(points.seeds == 5 for *_, points in worth(recipes))
