@@ -405,6 +405,22 @@ def _load_synthetic_melt_pool(
                f"{frames['labels'].sum()} of them porous"
     )
 
+# %% ../../nbs/training/datasets.ipynb #9df93194
+def _load_vectors(
+    root:Path|None=None, # Folder of data sets; `data_root()` where None
+    *,
+    name:str, # As in a `RunSpec`
+    of:str, # The data set
+    extractor:str, # A key of `features.EXTRACTORS`
+)->Dataset: # Vectors (n, size, 1, 1)
+    "The public features of a data set, found or computed now, in its order."
+    from dp_companion.training.features import load_features
+    data = DATASETS[of](root)
+    found = load_features(data, extractor, cache_root())
+    train, test = (torch.from_numpy(part).float()[:, :, None, None]
+                   for part in (found.train, found.test))
+    return replace(data, name=name, train_images=train, test_images=test, source=found.source)
+
 # %% ../../nbs/training/datasets.ipynb #bb4962e4
 # A data set name in a `RunSpec` to its loader
 DATASETS = {
@@ -428,7 +444,11 @@ DATASETS = {
     "synthetic_melt_pool": _load_synthetic_melt_pool,
     "synthetic_melt_pool_small": partial(
         _load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small"
-    )
+    ),
+    "digits_scattering": partial(_load_vectors, name="digits_scattering", of="digits",
+        extractor="small_scattering"),
+    "cifar10_efficientnet": partial(_load_vectors, name="cifar10_efficientnet", of="cifar10",
+        extractor="efficientnet_lite0")
 }
 
 # %% ../../nbs/training/datasets.ipynb #59700c42
@@ -440,6 +460,7 @@ _PLACES = { # the files that a loader looks for, in this order
     "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"),
     "thinwall": ("Thinwall",), **dict.fromkeys(_SKIN, ("HAM10000",))
 }
+_PLACES["cifar10_efficientnet"] = _PLACES["cifar10"]
 _TO_GET = {
     "mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw",
     "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into "
@@ -456,6 +477,7 @@ _TO_GET = {
         "Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here"
     )
 }
+_TO_GET["cifar10_efficientnet"] = _TO_GET["cifar10"]
 
 # %% ../../nbs/training/datasets.ipynb #56715df4
 def where(

@@ -324,6 +324,11 @@ def _plain_sanitization_cnn(
     return sanitization_cnn(width, sanitization=nn.Identity(), filters=filters, **shape)
 
 # %% ../../nbs/training/models.ipynb #773b2590
+def _linear(image_size:int=1, channels:int=1280, classes:int=10)->nn.Sequential:
+    "One linear layer, for public features; its defaults are those of EfficientNet-Lite0."
+    _check_shape(image_size, channels, classes, least=1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels*image_size**2, classes))
+
 def _channels_last(build, **shape): return build(**shape).to(memory_format=torch.channels_last)
 
 # A model name in a `RunSpec` to the function that builds it
@@ -334,7 +339,7 @@ _MODELS = {
     "sanitization_cnn": _plain_sanitization_cnn,
     "half_sanitization_cnn": partial(_plain_sanitization_cnn, filters=HALF_FILTERS),
     "small_sanitization_cnn": partial(_plain_sanitization_cnn, filters=SMALL_FILTERS),
-    "nf_net_f0": _nf_net_f0, "nf_net_f1": _nf_net_f1, "resnet50": _resnet50
+    "nf_net_f0": _nf_net_f0, "nf_net_f1": _nf_net_f1, "resnet50": _resnet50, "linear": _linear
 }
 
 # %% ../../nbs/training/models.ipynb #f27ea909

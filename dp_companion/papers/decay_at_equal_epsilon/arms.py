@@ -117,10 +117,13 @@ class Arm:
     @property
     def rates(self)->tuple: # Learning rates to choose from
         "Five rates a factor of two apart, from which the choice may move on."
-        unit = (1 - self.momentum)/SETTINGS[self.setting].max_grad_norm
-        return tuple(float(f"{unit*size:.6g}") for size in _STEP_SIZES)
+        return _rates(SETTINGS[self.setting], self.momentum)
 
 _STEP_SIZES = (2.5, 5., 10., 20., 40.) # Rate times bound over 1 - momentum
+
+def _rates(setting, momentum)->tuple: # Learning rates
+    unit = (1 - momentum)/setting.max_grad_norm
+    return tuple(float(f"{unit*size:.6g}") for size in _STEP_SIZES)
 
 def arms(
     setting:str, # A key of `SETTINGS`

@@ -47,6 +47,8 @@ PROFILES = {
                    epochs=10, drop_every=1, seeds=3),
                "Thinwall": _melt_pool(**_frames, seeds=3),
                "CIFAR-10": _cifar(dataset="cifar10", **_small),
+               "CIFAR-10, features": _cifar(dataset="cifar10_efficientnet", model="linear",
+                                            **_large | dict(seeds=10)),
                "CIFAR-100": _cifar(dataset="cifar100", **_small)},
     "paper": {"MNIST": _mnist(dataset="mnist", dataset_size=60000, epochs=100, drop_every=10,
                               learning_rate=1e-4, seeds=5),
