@@ -152,7 +152,7 @@ def _at_least(events, delta, relation):
 
 # %% ../../nbs/budgets/sampling.ipynb #62c36c5f
 def _fixed_size_profile(event, interval):
-    "delta at grid points for one step on a batch of fixed size (BBG18, Theorem 9)."
+    "delta at grid points for one step on a batch of fixed size (BBG18)."
     q, mu = event.sample_rate, 2/event.noise_multiplier
     top = math.log1p(q*math.expm1(min(mu*mu/2 + 8.5*mu, 600)))
     epsilon = interval*np.arange(math.ceil(top/interval) + 1)
