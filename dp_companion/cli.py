@@ -100,8 +100,8 @@ def reproduce(
         "outputs at the small profile are kept in the notebooks.")]=False,
     only:Annotated[str, typer.Option(help="Pages below this path alone, such as "
         "papers/sad/experiments/epochs; builds no site.")]="",
-    dry:Annotated[bool, typer.Option("--dry-run", help="Say which pages and runs are missing, "
-        "and do nothing.")]=False,
+    dry:Annotated[bool, typer.Option("--dry-run", help="Say which pages and runs are missing and "
+        "what the papers' tables cost, and do nothing.")]=False,
 ):
     """Run everything and build the site.
 
@@ -112,8 +112,9 @@ def reproduce(
     from dp_companion.site.notebooks import dry_run, execute_all, page_records
     from dp_companion.site.site import build_site
     source, out, executed = source.resolve(), out.resolve(), runs/"notebooks"/profile.value
-    if dry: return _say_planned(dry_run(source, executed, profile=profile.value, runs=runs,
-                                        only=only))
+    if dry:
+        _say_planned(dry_run(source, executed, profile=profile.value, runs=runs, only=only))
+        return _say_costs(profile.value, _paper_of(only))
     execute_all(source, executed, profile=profile.value, runs=runs, workers=workers,
                 everything=everything, only=only)
     if only: return typer.echo(f"Executed: {(executed/only).resolve()}")
@@ -131,7 +132,21 @@ def _say_planned(pages):
         runs = "runs not known before" if number is None else f"{number} runs to train"
         typer.echo(f"{page['page']:<60} {runs}")
     known = sum(page["to_train"] or 0 for page in todo)
-    typer.echo(f"{len(todo)} of {len(pages)} pages to execute, {known} runs to train")
+    open_pages = sum(page["to_train"] is None for page in todo)
+    more = f", and those of {open_pages} pages that have not run" if open_pages else ""
+    typer.echo(f"{len(todo)} of {len(pages)} pages to execute, {known} runs to train{more}")
+
+def _paper_of(only):
+    "The paper whose pages are asked for; empty where that is none or more than one."
+    from dp_companion.papers.grids import papers_with_grids
+    parts = Path(only.removeprefix("nbs/")).parts
+    return parts[1] if len(parts) > 1 and parts[1] in papers_with_grids() else ""
+
+def _say_costs(profile, paper="", table=""):
+    "What all runs of papers' tables cost at a profile, by the committed table of timings."
+    from dp_companion.papers.costs import cost_table, planned_costs
+    typer.echo(f"\nThe runs of the papers' tables, all of them, at profile {profile}:\n")
+    typer.echo(cost_table(planned_costs(profile, paper, table)))
 
 # %% ../nbs/cli.ipynb #9240cc86
 @contextmanager
@@ -396,17 +411,20 @@ def grid(
     per_job:Annotated[int, typer.Option(min=1, help="Runs that share a process.")]=20,
     report_only:Annotated[bool, typer.Option("--report", help="Train nothing, say what is "
         "there.")]=False,
+    dry:Annotated[bool, typer.Option("--dry-run", help="Train nothing, say how many runs there "
+        "are and what they cost.")]=False,
 ):
     """Train the runs of a table on this machine or a cluster.
 
     Writes one spec file a run, hands them to Snakemake, and says what is done, missing, stale
     or collapsed. A grid that is killed and started again goes on where it stopped. Other options
-    are Snakemake's, such as --cores 4, --executor slurm or --dry-run; without any: --cores 2.
+    are Snakemake's, such as --cores 4 or --executor slurm; without any: --cores 2.
     Run it at the top of a checkout, where workflow/Snakefile is.
 
     Example: dp-companion grid --paper sad --table "Table II" --profile digits
     """
     from dp_companion.papers.grids import grid_report, report_lines, table_runs, write_specs
+    if dry: return _say_costs(profile.value, paper, table)
     specs = table_runs(paper, table, profile.value, runs)
     folder = runs/"grids"/f"{paper}-{table}-{profile.value}".replace(" ", "-")
     write_specs(specs, folder)

@@ -9,6 +9,7 @@ __all__ = ['PALETTE', 'LINES', 'MARKERS', 'series', 'figure']
 import matplotlib.pyplot as plt
 import seaborn as sns
 from contextlib import contextmanager
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
 
 # %% ../nbs/figures.ipynb #27b193d2
@@ -25,6 +26,21 @@ def series(
     return dict(color=PALETTE[index % len(PALETTE)], linestyle=LINES[index % len(LINES)],
                 marker=MARKERS[index % len(MARKERS)], markersize=4)
 
+# %% ../nbs/figures.ipynb #ddb5de72
+_DPI, _COLUMN = 110, 740 # Dots an inch; pixels of a page's column, to which wider figures shrink
+
+def least_size(
+    width:float, # Of the figure, inches
+)->float: # Points, as matplotlib counts them
+    "The size of text that a page shows at 9 points, a point being 96/72 pixels."
+    return 9*96/_DPI*max(1, width*_DPI/_COLUMN)
+
+def _raise_small_text(fig):
+    "No text of a figure is shown smaller than 9 points."
+    least = least_size(fig.get_figwidth())
+    for text in fig.findobj(Text):
+        if text.get_fontsize() < least: text.set_fontsize(least)
+
 # %% ../nbs/figures.ipynb #ef98f6ca
 @contextmanager
 def figure(
@@ -37,15 +53,18 @@ def figure(
     **kwargs, # To `plt.subplots`
 ):
     "A labelled frame: yields the axes (an array of several panels) and shows them on leaving."
-    fig, axes = plt.subplots(1, panels, figsize=(width, height), dpi=110, layout="constrained",
-                             **kwargs)
-    for ax in ([axes] if panels == 1 else axes):
-        ax.set(xlabel=xlabel, ylabel=ylabel)
-        if xlabel.startswith("epoch"): ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.grid(alpha=.3)
-        ax.spines[["top", "right"]].set_visible(False)
-    yield axes
-    plt.show()
+    with plt.rc_context({"font.size": max(10, least_size(width))}):
+        fig, axes = plt.subplots(1, panels, figsize=(width, height), dpi=_DPI,
+                                 layout="constrained", **kwargs)
+        for ax in ([axes] if panels == 1 else axes):
+            ax.set(xlabel=xlabel, ylabel=ylabel)
+            if xlabel.startswith("epoch"):
+                ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.grid(alpha=.3)
+            ax.spines[["top", "right"]].set_visible(False)
+        yield axes
+        _raise_small_text(fig)
+        plt.show()
 
 # %% ../nbs/figures.ipynb #ef98f6cb
 def plain_log(

@@ -39,6 +39,26 @@ def table_runs(
     require(table in grid.TABLES, "table", f"one of {', '.join(grid.TABLES)}", table)
     return list(dict.fromkeys(grid.table_specs(table, profile, runs=runs)))
 
+# %% ../../nbs/papers/grids.ipynb #63d34bd7
+def tables_of(
+    paper:str, # A paper's short name
+    profile:str, # digits, laptop or paper
+    table:str="", # One of its tables; empty is all
+)->dict: # Table to RunSpecs; none where the paper has no such profile
+    "The runs of a paper's tables as a dry run counts them: none has its noise yet."
+    known = papers_with_grids()
+    require(paper in known, "paper", f"one of {', '.join(known)}", paper)
+    grid = _grid_of(paper)
+    named = f"one of {', '.join(grid.TABLES)}"
+    require(not table or table in grid.TABLES, "table", named, table)
+    if profile not in _profiles_of(grid): return {}
+    return {item: grid.table_specs(item, profile, runs=None)
+            for item in ([table] if table else grid.TABLES)}
+
+def _profiles_of(grid):
+    "The sizes of a paper's runs, by profile."
+    return next(value for name, value in vars(grid).items() if name.endswith("PROFILES"))
+
 # %% ../../nbs/papers/grids.ipynb #923342c9
 def write_specs(
     specs:list, # RunSpecs

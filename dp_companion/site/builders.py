@@ -21,6 +21,7 @@ from tqdm import tqdm
 from .drafts import Draft, citation, cite_box, notice, sidebar_pages
 from .pages import SiteError, code_cell, link_up, markdown_cell
 from .pages import shown_outputs, to_myst
+from .tooltips import explain_terms, glossary_terms
 
 # %% ../../nbs/site/builders.ipynb #b5fa5ca1
 _KERNEL = {"name": "python3", "display_name": "python3", "language": "python"}
@@ -78,21 +79,38 @@ def _script_cells(draft, page):
     return [{"cell_type": "code", "metadata": {"tags": ["remove-input"]}, "execution_count": None,
              "source": "#| echo: false", "outputs": [output]}]
 
+def _terms(draft, page):
+    "The glossary's terms that a page may explain; the glossary explains them all itself."
+    return {} if page == "glossary" else glossary_terms(draft.inputs.notebooks.get(
+        "glossary.ipynb"))
+
+def _origin_cells(draft, page):
+    "Under a result page: its notebook, the command that runs it, its records, where to edit it."
+    if "/experiments/" not in page: return []
+    file, records = f"nbs/{page}.ipynb", draft.inputs.root/"results/index.csv"
+    up = "../"*(page.count("/") + 1)
+    told = [f"made from `{file}`", f"run by `dp-companion reproduce --only {page}`"]
+    if records.is_file(): told.append(f"[the committed records]({up}results/index.csv), by file")
+    url, branch = (draft.inputs.settings.get(name) for name in ("git_url", "branch"))
+    if url: told.append(f"[edit this page]({url}/edit/{branch}/{file})")
+    return [markdown_cell(link_up(f"**This page:** {'; '.join(told)}.", page, draft.site))]
+
 # %% ../../nbs/site/builders.ipynb #450acae9
 def _quarto_cells(draft, page):
     "The cells of a page as Quarto reads them."
     def convert(text): return link_up(text, page, draft.site, spell_out=False)
-    cells = []
+    cells, terms = [], _terms(draft, page)
     for cell in draft.pages[page].cells:
         made = {"cell_type": cell.cell_type, "metadata": dict(cell.metadata), "source": cell.source}
-        if cell.cell_type == "markdown": made["source"] = convert(cell.source)
+        if cell.cell_type == "markdown":
+            made["source"] = explain_terms(convert(cell.source), terms)
         if cell.cell_type == "code":
             outputs = shown_outputs(cell.get("outputs", []), convert)
             made |= {"outputs": outputs, "execution_count": None}
         cells.append(made)
     if page == "index" and draft.inputs.cff: cells.append(markdown_cell(cite_box(draft.inputs.cff)))
     file = draft.site.url(page, f"_files/nbs/{page}.ipynb")
-    return [*cells, *_script_cells(draft, page),
+    return [*cells, *_origin_cells(draft, page), *_script_cells(draft, page),
             markdown_cell(f"[Download this notebook]({file})")]
 
 # %% ../../nbs/site/builders.ipynb #8f40d8b2
@@ -165,14 +183,15 @@ def _sphinx_conf(inputs, looks):
 def _sphinx_cells(draft, page):
     "The cells of a page as MyST reads them."
     def convert(text): return to_myst(link_up(text, page, draft.site), page)
-    nb = draft.pages[page]
+    nb, terms = draft.pages[page], _terms(draft, page)
     description = nb.frontmatter_.get("description")
     lead = f"\n\n{{.lead}}\n{convert(description)}" if description else ""
     cells = [markdown_cell(f"# {nb.frontmatter_['title']}{lead}")]
     for cell in nb.cells:
-        if cell.cell_type == "markdown": cells.append(markdown_cell(convert(cell.source)))
+        if cell.cell_type == "markdown":
+            cells.append(markdown_cell(explain_terms(convert(cell.source), terms)))
         elif cell.cell_type == "code": cells += code_cell(cell, draft.site.labels[page], convert)
-    return cells + _script_cells(draft, page)
+    return cells + _origin_cells(draft, page) + _script_cells(draft, page)
 
 # %% ../../nbs/site/builders.ipynb #9b18b2db
 def _tables_of_contents(contents, parent="index", caption="", found=None):

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/site/parameters.ipynb #9d2923d4
 import ast
+import difflib
 import json
 import os
 from pathlib import Path
@@ -47,15 +48,37 @@ def _checkout_of(folder):
               if p.name == "nbs" and (p.parent/"_quarto.yml").is_file()]
     return inside[0] if inside else folder
 
+# %% ../../nbs/site/parameters.ipynb #e89dbad3
+def _injected(
+    sources:list, # Of the cells that a kernel has run
+)->list: # Names
+    "The names that papermill's own cells assign: they begin with `# Parameters`."
+    cells = [source for source in sources if source.startswith("# Parameters")]
+    return [line.targets[0].id for source in cells for line in ast.parse(source).body
+            if isinstance(line, ast.Assign)]
+
+def _check_names(injected, known):
+    "Refuse a name that the notebook does not have: papermill only warns of it."
+    for name in injected:
+        if name in known: continue
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        raise ValueError(f"parameter must be one of {', '.join(known)}, got {name!r}; "
+                         f"the nearest is {nearest[0]!r}")
+
 # %% ../../nbs/site/parameters.ipynb #da32fd71
 def report_parameters(
     **parameters, # Every parameter, as the notebook's code has it
 ):
-    "Report a notebook's parameters; opened below nbs/, work from the checkout, with its runs/."
+    "Check and report a notebook's parameters; below nbs/, work from the checkout with its runs/."
+    from IPython import get_ipython
     from IPython.display import display
+    shell = get_ipython()
+    injected = _injected(shell.user_ns.get("In", [])) if shell else []
+    _check_names(injected, list(parameters))
     os.chdir(_checkout_of(Path.cwd()))
     text = ", ".join(f"{name} = {value!r}" for name, value in parameters.items())
-    display({_REPORTED: parameters, "text/plain": text}, raw=True)
+    shown = {} if injected else {"text/plain": text} # papermill's cell shows them already
+    display({_REPORTED: parameters, **shown}, raw=True)
 
 # %% ../../nbs/site/parameters.ipynb #d843df9d
 def check_reported(

@@ -69,7 +69,7 @@ def _dead(folder, pages, page, url):
 # %% ../../nbs/site/site.ipynb #36f88d83
 _MARK = ".built-from.json"
 _READ = ("_quarto.yml", "settings.ini", "CITATION.cff", "nbs/styles.css", "nbs/favicon.svg")
-_BUILDERS = ("site", "builders", "drafts", "pages", "reference")
+_BUILDERS = ("site", "builders", "drafts", "pages", "reference", "tooltips")
 _TOOLS = ("sphinx", "myst-nb", "sphinx-book-theme", "latex2mathml", "nbdev")
 
 def _inputs_hash(inputs, builder, linked):

@@ -130,10 +130,11 @@ def calibration_key(
 # %% ../../nbs/training/multipliers.ipynb #b4ee1f17
 def first_multipliers(
     keys:list, # From `calibration_key`, one a run
-    runs:Path, # Folder of runs; multipliers are kept in its cache
+    runs:Path|None, # Folder of runs; multipliers are kept in its cache. None: each is 1
     workers:int=-1, # Processes; -1 is one a core
 )->list: # Initial noise multipliers, in order
     "The initial multiplier of every run; each is computed once."
+    if runs is None: return [1.]*len(keys)
     multiplier, wanted = delayed(cached(first_multiplier, runs)), list(dict.fromkeys(keys))
     shown = tqdm(wanted, desc="multipliers", disable=not wanted)
     found = dict(zip(wanted, Parallel(n_jobs=workers)(multiplier(*key) for key in shown)))

@@ -367,7 +367,7 @@ def finish(
     run:Run, # A run whose last epoch is done
     report:BudgetReport, # Its budget
     runs:Path, # Folder of runs
-    started:float, # Clock when this execution began, in seconds
+    started:tuple, # Seconds on the clock, and of CPU, when this execution began
 )->RunRecord: # As written
     "Write the record and, beside it, the time of this execution; then delete the checkpoint."
     path = record_path(run.spec, runs)
@@ -377,7 +377,8 @@ def finish(
         provenance=provenance(run.device))
     write_json(path, record.to_dict())
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    timing = {"finished": now, "wall_seconds": round(time.time() - started, 3)}
+    wall, cpu = time.time() - started[0], time.process_time() - started[1]
+    timing = {"finished": now, "wall_seconds": round(wall, 3), "cpu_seconds": round(cpu, 3)}
     write_json(path.with_name("timing.json"), timing)
     # Of this run or of a killed one
     leftovers = [path.with_name("checkpoint.pt"), *path.parent.glob(".*.??*")]

@@ -72,7 +72,7 @@ def train_now(
     progress:Callable=lambda finished, epochs: None, # As for `train`
 )->RunRecord: # As written
     "Train `spec` from its last epoch, or from the start."
-    run, started = _build_run(spec, data), time.time()
+    run, started = _build_run(spec, data), (time.time(), time.process_time())
     report = run.report(cached(certify, runs))
     if report: check_target(spec, report)
     checkpoint = record_path(spec, runs).with_name("checkpoint.pt")

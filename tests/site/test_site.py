@@ -389,6 +389,28 @@ def test_a_page_says_what_its_notebook_says(built):
     assert "/home/me" not in json.dumps(downloaded)
 
 
+def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clone):
+    page = "papers/toy/experiments/halves"
+    quarto = json.loads((clone/"_quarto.yml").read_text())
+    quarto["website"]["sidebar"]["contents"][0]["contents"] += [f"{page}.ipynb", "glossary.ipynb"]
+    (clone/"_quarto.yml").write_text(json.dumps(quarto))
+    (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
+                                      "git_url = https://host.example/toy\n")
+    (clone/"results").mkdir()
+    (clone/"results/index.csv").write_text("paper,file\n")
+    write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
+                                                "An audit."])
+    write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits."])
+    out = build(clone)
+    text = (out/f"{page}.html").read_text()
+    assert 'One <abbr title="An &lt;b&gt;.">audit</abbr>, ' in text and text.count("<abbr") == 1
+    assert "<abbr" not in (out/"glossary.html").read_text()
+    assert f"--only</span> <span class=\"pre\">{page}" in text
+    assert "../../../_files/results/index.csv" in text
+    assert f"https://host.example/toy/edit/main/nbs/{page}.ipynb" in text
+    assert "This page:" not in (out/"index.html").read_text()
+
+
 def test_an_executed_notebook_is_shown_if_its_run_finished(clone, capfd):
     finished, killed = {"end_time": "2026-11-20T10:00:00", "exception": None}, {"end_time": None}
     write_notebook(clone/"runs/index.ipynb", ["# Executed", "Done."], papermill=finished)
