@@ -5,7 +5,7 @@
 set -euo pipefail
 folder=${1:-gpu_wheels}; python=${2:-3.12}; shift $(($# < 2 ? $# : 2))
 needed=(opacus opt-einsum dp-accounting absl-py 'attrs<24' dm-tree wrapt 'mpmath<1.4' 'fastcore<2' cryptography cffi pycparser
-  joblib filelock tqdm scikit-learn threadpoolctl narwhals pandas python-dateutil six pytest pluggy iniconfig packaging pygments)
+  joblib cloudpickle filelock tqdm scikit-learn threadpoolctl narwhals pandas python-dateutil tzdata six pytest pluggy iniconfig packaging pygments)
 platforms=(); for n in 2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${n}_x86_64"); done
 mkdir -p "$folder"; rm -f "$folder"/*.whl
 ${PIP:-python3 -m pip} download --quiet --no-deps --only-binary=:all: --implementation cp --python-version "$python" \
