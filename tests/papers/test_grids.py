@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -78,23 +79,27 @@ SLURM = ("--executor", "slurm", "--jobs", "2", "--slurm-no-account", "--slurm-st
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
+def slurm(monkeypatch):
     "A Slurm of one node on this machine, for as long as the test runs; `kill` restarts parts."
-    script, folder = CHECKOUT/"workflow/slurm_here.sh", tmp_path/"slurm"
+    script, folder = CHECKOUT/"workflow/slurm_here.sh", Path(tempfile.mkdtemp())
+    folder.chmod(0o755) # munge's user must reach its files
     monkeypatch.setenv("SLURM_CONF", str(folder/"slurm.conf"))
-    subprocess.run([script, "start", folder], check=True, timeout=120)
-    yield folder
-    subprocess.run([script, "stop", folder], timeout=120)
+    try:
+        subprocess.run([script, "start", folder], check=True, timeout=120)
+        yield folder
+    finally:
+        subprocess.run([script, "stop", folder], timeout=120)
+        shutil.rmtree(folder)
 
 
-def kill_in_slurm(number, process, folder, chance):
+def kill_in_slurm(number, process, folder, runs, chance):
     "End the controller, a job or the workflow without warning; the controller comes back."
     if number % 3 == 0:
         os.kill(int((folder/"slurmctld.pid").read_text()), signal.SIGKILL)
         time.sleep(1)
         subprocess.run([CHECKOUT/"workflow/slurm_here.sh", "controller", folder], check=True)
     if number % 3 == 1:
-        jobs = subprocess.run(["pgrep", "-f", f"dp-companion run .*{folder.parent}"],
+        jobs = subprocess.run(["pgrep", "-f", f"dp-companion run .*{runs}"],
                               capture_output=True, text=True).stdout.split()
         if jobs: os.kill(int(chance.choice(jobs)), signal.SIGKILL)
     if number % 3 == 2: os.killpg(process.pid, signal.SIGKILL)
@@ -110,7 +115,7 @@ def test_a_killed_slurm_ends_with_the_records_of_one_process(tmp_path, slurm):
     process = workflow(grid, runs, log, *SLURM)
     for number in range(KILLS):
         time.sleep(chance.uniform(2, 9))
-        kill_in_slurm(number, process, slurm, chance)
+        kill_in_slurm(number, process, slurm, runs, chance)
         if process.poll() is not None: process = workflow(grid, runs, log, *SLURM)
     process.wait(600)
     subprocess.run(["scancel", "--state=PENDING", "--user=root"])
