@@ -90,7 +90,8 @@ def machine(device):
     if device == "cpu": return found
     gpu = torch.cuda.get_device_properties(device)
     return found | {"gpu": gpu.name, "memory_gb": round(gpu.total_memory/2**30),
-                    "cuda": torch.version.cuda, "bf16": torch.cuda.is_bf16_supported()}
+                    "cuda": torch.version.cuda, "bf16": torch.cuda.is_bf16_supported(),
+                    "tf32_convolutions": torch.backends.cudnn.allow_tf32}
 
 
 def check(device, out, clock, is_small):

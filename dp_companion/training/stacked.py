@@ -94,6 +94,7 @@ class _Gradients:
         "Record the pass on a GPU, and hold the recording against the pass."
         try:
             self.x, self.y, wanted = x.clone(), y.clone(), self.plain(x, y)
+            torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(3): self.plain(self.x, self.y)
             torch.cuda.synchronize()

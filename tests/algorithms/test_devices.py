@@ -18,6 +18,12 @@ from steps import LOSS, difference, gradient, network, seeded, step_for
 DEVICE = os.environ.get("DP_COMPANION_DEVICE") or "cpu"
 
 
+@pytest.fixture(autouse=True)
+def whole_precision(monkeypatch):
+    "A GPU may round the factors of a convolution to 10 bits, and does so by default."
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 class Volume(nn.Module):
     "A convolution in space and one in the plane, for the layout of three dimensions."
     def __init__(self):
