@@ -1,11 +1,9 @@
 "A grid that is killed again and again ends with the records of one process."
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -29,12 +27,11 @@ def tiny_specs(count):
             for seed in range(count)]
 
 
-def workflow(grid, runs, log, *executor):
+def workflow(grid, runs, log):
     "The workflow, started in a process group of its own."
-    executor = executor or ("--cores", "2")
     command = [sys.executable, "-m", "snakemake", "--snakefile", CHECKOUT/"workflow/Snakefile",
                "--nolock", "--keep-going", "--keep-incomplete", "--rerun-incomplete",
-               "--rerun-triggers", "mtime", *executor, "--quiet", "all",
+               "--rerun-triggers", "mtime", "--cores", "2", "--quiet", "all",
                "--config", f"grid={grid}", f"runs={runs}", "per_job=4"]
     return subprocess.Popen(command, cwd=log.parent, start_new_session=True,
                             stdout=log.open("a"), stderr=subprocess.STDOUT)
@@ -71,55 +68,6 @@ def test_killed_grid_ends_with_the_records_of_one_process(tmp_path):
         if number % 2: os.killpg(process.pid, signal.SIGTERM)
         process.wait()
     assert workflow(grid, runs, tmp_path/"log.txt").wait() == 0, (tmp_path/"log.txt").read_text()
-    assert_as_alone(specs, runs, tmp_path/"alone")
-
-
-SLURM = ("--executor", "slurm", "--jobs", "2", "--slurm-no-account", "--slurm-status-command",
-         "squeue", "--slurm-init-seconds-before-status-checks", "3")
-
-
-@pytest.fixture
-def slurm(monkeypatch):
-    "A Slurm of one node on this machine, for as long as the test runs; `kill` restarts parts."
-    script, folder = CHECKOUT/"workflow/slurm_here.sh", Path(tempfile.mkdtemp())
-    folder.chmod(0o755) # munge's user must reach its files
-    monkeypatch.setenv("SLURM_CONF", str(folder/"slurm.conf"))
-    try:
-        subprocess.run([script, "start", folder], check=True, timeout=120)
-        yield folder
-    finally:
-        subprocess.run([script, "stop", folder], timeout=120)
-        shutil.rmtree(folder)
-
-
-def kill_in_slurm(number, process, folder, runs, chance):
-    "End the controller, a job or the workflow without warning; the controller comes back."
-    if number % 3 == 0:
-        os.kill(int((folder/"slurmctld.pid").read_text()), signal.SIGKILL)
-        time.sleep(1)
-        subprocess.run([CHECKOUT/"workflow/slurm_here.sh", "controller", folder], check=True)
-    if number % 3 == 1:
-        jobs = subprocess.run(["pgrep", "-f", f"dp-companion run .*{runs}"],
-                              capture_output=True, text=True).stdout.split()
-        if jobs: os.kill(int(chance.choice(jobs)), signal.SIGKILL)
-    if number % 3 == 2: os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("slurmctld") or not os.environ.get("DP_COMPANION_SLURM"),
-                    reason="wants slurm-wlm, munge, root and DP_COMPANION_SLURM; takes minutes")
-def test_a_killed_slurm_ends_with_the_records_of_one_process(tmp_path, slurm):
-    specs, chance = tiny_specs(40), random.Random(0)
-    grid, runs, log = tmp_path/"grid", tmp_path/"runs", tmp_path/"log.txt"
-    write_specs(specs, grid)
-    process = workflow(grid, runs, log, *SLURM)
-    for number in range(KILLS):
-        time.sleep(chance.uniform(2, 9))
-        kill_in_slurm(number, process, slurm, runs, chance)
-        if process.poll() is not None: process = workflow(grid, runs, log, *SLURM)
-    process.wait(600)
-    subprocess.run(["scancel", "--state=PENDING", "--user=root"])
-    assert workflow(grid, runs, log, *SLURM).wait(600) == 0, log.read_text()
     assert_as_alone(specs, runs, tmp_path/"alone")
 
 
