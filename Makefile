@@ -4,6 +4,7 @@
 #   make test        install, check that notebooks and package are in step, run the quick tests of both: minutes on two cores
 #   make quick       its first half, for every change: lint, in step, the package's quick tests; within five minutes
 #   make test-slow   every cell of the notebooks, those marked `#| slow` too, and the tests marked slow; make test-all: both
+#   make gpu         on a GPU, within GPU_MINUTES: checks, step times, part of Table 4, into OUT; DEVICE=cpu: in small, without one
 #   make pages       execute the notebooks that are stale and keep their outputs in nbs/
 PYTHON  ?= python3
 PROFILE ?= digits
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Where this is set nothing keeps compiled modules, and every notebook's kernel compiles PyTorch again: ten seconds instead of four
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install reproduce reproduce-all quick test test-slow test-all bench readme pages clean
+.PHONY: help install reproduce reproduce-all quick test test-slow test-all bench readme pages gpu gpu-wheels clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,3 +67,14 @@ pages: install
 	@$(BIN)/python -c 'from dp_companion.site.notebooks import refresh_pages; refresh_pages()'
 	@$(BIN)/nbdev_clean
 	@$(MAKE) --no-print-directory readme
+
+# On a machine that has Python and torch: what it lacks comes from gpu_wheels/, which `make gpu-wheels` fills where a registry is at hand
+DEVICE      ?= cuda
+GPU_MINUTES ?= 8
+OUT         ?= gpu_results
+
+gpu:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) workflow/gpu.py --device $(DEVICE) --minutes $(GPU_MINUTES) --out $(OUT)
+
+gpu-wheels:
+	@PIP="$(PYTHON) -m pip" workflow/gpu_wheels.sh gpu_wheels

@@ -1,7 +1,6 @@
 "The networks on which the engines are compared and timed."
 import torch
 from torch import nn
-from torchvision.models import resnet18
 from dp_companion.training.models import _mnist_cnn as mnist_cnn
 
 
@@ -23,6 +22,7 @@ def cifar_cnn():
 
 def group_norm_resnet18():
     "torchvision's ResNet-18 as it is, residual additions in place, with group norm for batch norm."
+    from torchvision.models import resnet18
     return resnet18(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(16, channels))
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A Slurm of one node on this machine, to try grids on: no service, loopback only, all files in FOLDER.
 #   workflow/slurm_here.sh start FOLDER; export SLURM_CONF=FOLDER/slurm.conf; ...; workflow/slurm_here.sh stop FOLDER
+# Snakemake needs --slurm-status-command squeue here: it would ask sacct, which has no accounting to answer from, and wait for ever.
 # Needs Debian's slurm-wlm and munge, and root (munge wants a user of its own).
 set -euo pipefail
 command=${1:?start or stop}; folder=$(realpath -m "${2:?a folder}")
@@ -21,7 +22,8 @@ configure() {
   chown -R munge "$folder/munge"
   local cpus memory; cpus=$(nproc); memory=$(awk '/MemTotal/ {print int($2/1024*0.8)}' /proc/meminfo)
   # inside a job Slurm's commands look for their configuration here alone
-  [ -e /etc/slurm/slurm.conf ] || { mkdir -p /etc/slurm; ln -s "$folder/slurm.conf" /etc/slurm/slurm.conf; }
+  local usual=/etc/slurm/slurm.conf; mkdir -p /etc/slurm
+  if [ ! -e "$usual" ]; then ln -sfn "$folder/slurm.conf" "$usual"; fi # a link that leads nowhere is of a Slurm that was killed
   cat > "$folder/slurm.conf" <<EOF
 ClusterName=here
 SlurmctldHost=$(hostname -s)(127.0.0.1)

@@ -100,19 +100,29 @@ def _check_mnist(root):
 def _load_mnist(
     root:Path|None=None, # Folder that holds `MNIST/raw`; `data_root()` where None
 )->Dataset: # 60,000 training and 10,000 test images of 1×28×28
-    "MNIST through torchvision, from disk, or by torchvision's own verified download."
-    from torchvision.datasets import MNIST
-    root = Path(root or data_root())
-    if all(file.exists() for file in _mnist_files(root)): _check_mnist(root)
-    try: train, test = (MNIST(root, train=t, download=False) for t in (True, False))
-    except RuntimeError: train, test = _download(MNIST, root)
+    "MNIST from disk, or by torchvision's own verified download."
+    files = _mnist_files(root := Path(root or data_root()))
+    if not all(file.exists() for file in files): _download_mnist(root)
+    _check_mnist(root)
+    train, train_labels, test, test_labels = (_idx_values(file) for file in files)
     def scale(images): return (images[:, None].float()/255 - MNIST_MEAN)/MNIST_STD
     return Dataset(
-        name="mnist", train_images=scale(train.data), train_labels=train.targets,
-        test_images=scale(test.data), test_labels=test.targets, classes=10,
+        name="mnist", train_images=scale(train), train_labels=train_labels.long(),
+        test_images=scale(test), test_labels=test_labels.long(), classes=10,
         source="MNIST: 70,000 handwritten digits of 28×28 pixels (LeCun, Bottou, Bengio, Haffner "
                "1998)"
     )
+
+def _download_mnist(root):
+    from torchvision.datasets import MNIST
+    _download(MNIST, root)
+
+def _idx_values(file)->torch.Tensor: # (n, 28, 28) or (n,) bytes
+    "The content of an IDX file: a byte says how many sizes precede the values."
+    content = bytearray(file.read_bytes())
+    sizes = np.frombuffer(content, ">i4", content[3], 4)
+    return torch.from_numpy(np.frombuffer(content, np.uint8, -1, 4 + 4*content[3]).reshape(sizes))
+
 
 # %% ../../nbs/training/datasets.ipynb #958fe38a
 def _download(kind, root):

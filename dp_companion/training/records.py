@@ -7,6 +7,7 @@ __all__ = ['RunRecord', 'record_path', 'read_record', 'find_record']
 
 # %% ../../nbs/training/records.ipynb #37ba7b5d
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass
@@ -87,7 +88,8 @@ _PACKAGES = ("dp-companion", "torch", "opacus", "dp-accounting", "numpy", "sciki
 
 # %% ../../nbs/training/records.ipynb #66c3fd65
 def commit()->str: # 12 hexadecimal digits, perhaps "+changes"; "unknown" outside a checkout
-    "The git commit of the code that runs."
+    "The git commit of the code that runs; a copy without git may have it in DP_COMPANION_COMMIT."
+    unknown = os.environ.get("DP_COMPANION_COMMIT", "unknown")
     here = Path(__file__).parent if "__file__" in globals() else Path.cwd()
     def git(*args):
         return subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
@@ -96,8 +98,8 @@ def commit()->str: # 12 hexadecimal digits, perhaps "+changes"; "unknown" outsid
             ".")
         changed = git("status", "--porcelain", "--untracked-files=no", "--",
                       ":(top)dp_companion/*.py")
-    except OSError: return "unknown"
-    if head.returncode or known.returncode: return "unknown" # inside somebody else's repository
+    except OSError: return unknown
+    if head.returncode or known.returncode: return unknown # inside somebody else's repository
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 # %% ../../nbs/training/records.ipynb #a40bdb0e

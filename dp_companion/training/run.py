@@ -133,21 +133,24 @@ def account(
             training.plan.sample_rate)
     training.batches.begin_step()
 
-def step(
+def begin(
     training:PoissonTraining, # Whose batch is drawn
-    indices:list, # The Poisson batch: positions in the training set, perhaps none
     noise_multiplier:float, # Of this step, from the schedule
-)->StepReport: # What is named nonprivate in it is for the page only
-    "One step: write it down, take it, and compare it with the account."
-    t, data = training.batches.steps_taken, training.data
-    looks = [watch() for watch in training.watchers]
+)->tuple: # Number of the step, its rule, and what the watchers want to do with its report
+    "Write a step down and set its rule, before anything is computed."
+    t, looks = training.batches.steps_taken, [watch() for watch in training.watchers]
     account(training, noise_multiplier)
     rule = training.step.clip_rule = rule_of_step(training.step.clip_rule, training.bounds, t)
-    images, labels = (x[indices].to(training.device)
-        for x in (data.train_images, data.train_labels))
-    groups = labels if getattr(rule, "needs_groups", False) else None
-    report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier,
-        groups=groups)
+    return t, rule, looks
+
+def end(
+    training:PoissonTraining, # Whose step is taken
+    report:StepReport, # Of it
+    noise_multiplier:float, # That was accounted
+    began:tuple, # From `begin`
+)->StepReport: # The same
+    "Compare a step with its account, and close it."
+    t, rule, looks = began
     if report.noise_multiplier != noise_multiplier: raise RuntimeError("applied noise multiplier "
         f"must equal the accounted {noise_multiplier}, got {report.noise_multiplier}; this run "
         "certifies nothing")
@@ -158,6 +161,21 @@ def step(
     training.lr.step()
     training.nonprivate_nonfinite_samples += report.nonprivate_not_finite
     return report
+
+def step(
+    training:PoissonTraining, # Whose batch is drawn
+    indices:list, # The Poisson batch: positions in the training set, perhaps none
+    noise_multiplier:float, # Of this step, from the schedule
+)->StepReport: # What is named nonprivate in it is for the page only
+    "One step: write it down, take it, and compare it with the account."
+    data, began = training.data, begin(training, noise_multiplier)
+    images, labels = (x[indices].to(training.device)
+        for x in (data.train_images, data.train_labels))
+    groups = labels if getattr(training.step.clip_rule, "needs_groups", False) else None
+    report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier,
+        groups=groups)
+    return end(training, report, noise_multiplier, began)
+
 
 # %% ../../nbs/training/run.ipynb #0166ed51
 def multipliers_ahead(
@@ -333,10 +351,16 @@ def load_parts(self:Run, state:dict): self.training.load_state_dict(state["train
 @patch
 def train_epoch(self:Run):
     "Train one epoch and append its metrics; do nothing if a filter refuses the first step."
-    e, training, spec = len(self.epochs), self.training, self.spec
     self.model.train()
-    reports = epoch_steps(training)
-    if not reports: return
+    reports = epoch_steps(self.training)
+    if reports: self.close_epoch(reports)
+
+@patch
+def close_epoch(self:Run,
+    reports:list, # One `StepReport` a step
+):
+    "Append the metrics of an epoch whose steps are taken."
+    e, training, spec = len(self.epochs), self.training, self.spec
     followed = training.following.close_epoch(len(reports)) if training.following else {}
     metrics = evaluate(self.network, self.data, self.loss, further_metrics(spec))
     observe(training.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None

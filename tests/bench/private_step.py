@@ -88,13 +88,13 @@ def ghost(model, x, y):
     return step
 
 
-def variants(build, opacus_build, size):
+def variants(build, opacus_build, size, device="cpu"):
     "Name -> step, each on a network of its own with the same weights."
-    x, y = batch(build, size)
+    x, y = (values.to(device) for values in batch(build, size))
     torch.manual_seed(0)
-    model = build()
+    model = build().to(device)
     last = lambda t: t.to(memory_format=torch.channels_last)
-    other = opacus_build()
+    other = opacus_build().to(device)
     other.load_state_dict(model.state_dict())
     new = lambda: copy.deepcopy(model)
     return {
@@ -107,24 +107,31 @@ def variants(build, opacus_build, size):
     }
 
 
-def medians(steps, repeats, warm_up):
+def finished(device):
+    "Wait for what was given to a GPU."
+    if device != "cpu": torch.cuda.synchronize()
+
+
+def medians(steps, repeats, warm_up, device="cpu"):
     "Name -> median and least seconds, the variants taken in turn."
     times = {name: [] for name in steps}
     for turn in range(warm_up+repeats):
         for name, step in steps.items():
+            finished(device)
             start = time.perf_counter()
             step()
+            finished(device)
             if turn >= warm_up: times[name].append(time.perf_counter()-start)
     return {name: statistics.median(values) for name, values in times.items()}, {name: min(values)
         for name, values in times.items()}
 
 
-def row(name, repeats, only):
+def row(name, repeats, only, device="cpu"):
     "Ratios to the ordinary step of one network and batch."
     build, size, goal, opacus_build = ROWS[name]
-    steps = {k: v for k, v in variants(build, opacus_build, size).items() if not only or k in only
-             or k == "ordinary"}
-    seconds, fastest = medians(steps, repeats, warm_up=5)
+    steps = {k: v for k, v in variants(build, opacus_build, size, device).items()
+             if not only or k in only or k == "ordinary"}
+    seconds, fastest = medians(steps, repeats, warm_up=5, device=device)
     ratios = {k: round(v/seconds["ordinary"], 4) for k, v in seconds.items()}
     lowest = {k: round(v/fastest["ordinary"], 4) for k, v in fastest.items()}
     kernels = {k: s.private.kernels for k, s in steps.items() if hasattr(s, "private")}
@@ -146,8 +153,9 @@ def peak_memory(variant, build, size):
     return dict(variant=variant, peak_mb=peak/2**20)
 
 
-def processor():
-    "What the machine calls itself."
+def processor(device="cpu"):
+    "What the machine, or its GPU, calls itself."
+    if device != "cpu": return torch.cuda.get_device_name(device)
     try:
         found = [line.split(":", 1)[1].strip()
                  for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -156,13 +164,13 @@ def processor():
     return found[0] if found else platform.processor() or platform.machine()
 
 
-def rates():
+def rates(device="cpu"):
     "Billions of operations a second in a matrix product and an equal convolution; they can differ."
-    x, w, a, b = torch.randn(32, 64, 32, 32), torch.randn(64, 64, 3, 3), torch.randn(64,
-        32*1024), torch.randn(32*1024, 576)
+    x, w, a, b = (torch.randn(*size, device=device)
+                  for size in ((32, 64, 32, 32), (64, 64, 3, 3), (64, 32*1024), (32*1024, 576)))
     with torch.no_grad():
         _, fastest = medians({"product": lambda: a @ b, "convolution": lambda: nn.functional.conv2d(
-            x, w, padding=1)}, repeats=20, warm_up=3)
+            x, w, padding=1)}, repeats=20, warm_up=3, device=device)
     return {name: round(2e-9*a.numel()*b.shape[1]/seconds) for name, seconds in fastest.items()}
 
 
@@ -183,6 +191,9 @@ def main():
                         "keep the round with the fastest ordinary step: the one least disturbed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--default-memory", action="store_true")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where the file has no "
+                        "peak memory")
+    parser.add_argument("--times-only", action="store_true", help="no peak memory in that file")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--kernels", action="store_true", help="print the chosen kernels")
     parser.add_argument("--json", type=Path, help="write the rows with the machine's description "
@@ -199,24 +210,27 @@ def main():
         return
     torch.set_num_threads(args.threads)
     if not args.default_memory: keep_freed_memory()
-    print(f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-          f"{'default memory settings' if args.default_memory else 'freed memory kept'}, medians "
-          f"of {args.steps}")
+    settings = "default memory settings" if args.default_memory else "freed memory kept"
+    print(f"{processor(args.device)}, torch {torch.__version__}, {torch.get_num_threads()} "
+          f"threads, {settings}, medians of {args.steps}")
     rows = []
     for name in names:
-        found = min((row(name, args.steps, [w for w in args.only.split(";") if w])
-                     for _ in range(args.rounds)), key=lambda r: r["ordinary_ms"])
+        only = [word for word in args.only.split(";") if word]
+        found = min((row(name, args.steps, only, args.device) for _ in range(args.rounds)),
+                    key=lambda r: r["ordinary_ms"])
         rows.append(found)
         print(f"{found['row']}: goal {found['goal']}, ordinary {found['ordinary_ms']} ms, "
               f"{found['ratios']}; of the least times {found['lowest']}", flush=True)
         if args.kernels: print(found["kernels"], flush=True)
     if args.json:
-        content = dict(processor=processor(), instructions=torch.backends.cpu.get_cpu_capability(),
-                       rates=rates(), cores=len(os.sched_getaffinity(0)), torch=torch.__version__,
+        measured = () if args.times_only or args.device != "cpu" else ("mnist-64", "mnist-256")
+        content = dict(processor=processor(args.device), rates=rates(args.device),
+                       instructions=torch.backends.cpu.get_cpu_capability(),
+                       cores=len(os.sched_getaffinity(0)), torch=torch.__version__,
                        opacus=version("opacus"), threads=args.threads,
                        freed_memory_kept=not args.default_memory, medians_of=args.steps,
-                       rounds=args.rounds, rows=rows, memory={name: memory(name)
-                           for name in ("mnist-64", "mnist-256")})
+                       rounds=args.rounds, rows=rows,
+                       memory={name: memory(name) for name in measured})
         write_whole(args.json, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 
