@@ -168,7 +168,7 @@ def train_stacked(
     progress=lambda finished, epochs: None, # Called with (finished epochs, epochs)
 )->list: # RunRecords, in the order of `specs`
     "The records of runs that train together: found, resumed at their last epoch, or trained."
-    data, started = data or load_dataset(specs[0].dataset), time.time()
+    data, started = data or load_dataset(specs[0].dataset), (time.time(), time.process_time())
     with ExitStack() as locks:
         for path in sorted({record_path(spec, runs).parent for spec in specs}):
             path.mkdir(parents=True, exist_ok=True)

@@ -69,16 +69,9 @@ def prepared(
     spec:RunSpec, # The run, locked
     runs:Path, # Folder of runs
     data:Dataset, # Its data
-<<<<<<< /tmp/tmphg09qr4i.txt
-    progress:Callable=lambda finished, epochs: None, # As for `train`
-)->RunRecord: # As written
-    "Train `spec` from its last epoch, or from the start."
-    run, started = _build_run(spec, data), (time.time(), time.process_time())
-=======
 )->tuple: # The run at its last epoch or its start, its budget, and the place of its checkpoint
     "A run that may go on; one that would spend more than its target is refused."
     run = _build_run(spec, data)
->>>>>>> /tmp/tmpxpyw8_7p.txt
     report = run.report(cached(certify, runs))
     if report: check_target(spec, report)
     checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
@@ -92,7 +85,7 @@ def train_now(
     progress:Callable=lambda finished, epochs: None, # As for `train`
 )->RunRecord: # As written
     "Train `spec` from its last epoch, or from the start."
-    started = time.time()
+    started = time.time(), time.process_time()
     run, report, checkpoint = prepared(spec, runs, data)
     progress(len(run.epochs), spec.epochs)
     while not run.is_over:
