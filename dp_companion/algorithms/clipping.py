@@ -179,20 +179,23 @@ class CountingRule(ClipRule):
         noisy = noisy_counts(self.counts(norms, groups), self.count_noise, generator)
         return self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)
 
-    def queries(self, *,
-        sample_rate:float, # q of the Poisson batches
-        steps:int, # How many steps count
-    )->tuple[MechanismEvent,...]:
-        "The counts as an event for a record; composed with the gradient's it is no upper bound."
-        return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate,
-                               steps=steps, query=self.count_query),)
+# %% ../../nbs/algorithms/clipping.ipynb #f3e695f3
+@patch
+def queries(self:CountingRule, *,
+    sample_rate:float, # q of the Poisson batches
+    steps:int, # How many steps count
+)->tuple[MechanismEvent,...]:
+    "The counts as an event for a record; composed with the gradient's it is no upper bound."
+    return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate,
+                           steps=steps, query=self.count_query),)
 
-    def joint_events(self,
-        gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
-    )->tuple[MechanismEvent,...]: # What an accountant must see
-        "Gradient events joined with the counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
-        return tuple(joint_event(event, self.count_noise, self.count_query)
-                     for event in gradient_events)
+@patch
+def joint_events(self:CountingRule,
+    gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
+)->tuple[MechanismEvent,...]: # What an accountant must see
+    "Gradient events joined with the counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
+    return tuple(joint_event(event, self.count_noise, self.count_query)
+                 for event in gradient_events)
 
 # %% ../../nbs/algorithms/clipping.ipynb #497e3a65
 _LOG_STRICT_LIMIT = 69. # |log z| stays under this, so that z stays under LARGEST
@@ -225,22 +228,24 @@ class GlobalAdapt(Global, CountingRule):
 
     def above(self, n): return _over(self.max_grad_norm, n)
 
+# %% ../../nbs/algorithms/clipping.ipynb #779868af
+@patch
+def counts(self:GlobalAdapt,
+    norms:Tensor, groups:Tensor|None=None, # (batch,); groups are not used
+)->Tensor: # (1,) exact, private
+    "How many norms exceed tau*z; one record changes it by at most 1."
+    return (norms.double() > self.threshold_fraction*self.strict_max_grad_norm).sum().reshape(1)
 
-    def counts(self,
-        norms:Tensor, groups:Tensor|None=None, # (batch,); groups are not used
-    )->Tensor: # (1,) exact, private
-        "How many norms exceed tau*z; one record changes it by at most 1."
-        return (norms.double() > self.threshold_fraction*self.strict_max_grad_norm).sum().reshape(1)
-
-    def with_noisy_counts(self,
-        noisy_counts:Tensor, *, # (1,) with their noise
-        expected_batch_size:int, # b, public
-    )->"GlobalAdapt":
-        "The rule with z moved by the noisy count."
-        share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
-        return replace(self,
-                       strict_max_grad_norm=moved_threshold(self.strict_max_grad_norm,
-                           self.threshold_rate, share))
+@patch
+def with_noisy_counts(self:GlobalAdapt,
+    noisy_counts:Tensor, *, # (1,) with their noise
+    expected_batch_size:int, # b, public
+)->"GlobalAdapt":
+    "The rule with z moved by the noisy count."
+    share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
+    return replace(self,
+                   strict_max_grad_norm=moved_threshold(self.strict_max_grad_norm,
+                       self.threshold_rate, share))
 
 # %% ../../nbs/algorithms/clipping.ipynb #be453ccf
 @dataclass(frozen=True, kw_only=True)
@@ -281,21 +286,24 @@ class GroupAdaptive(CountingRule):
     @property
     def sensitivity(self): return max(self.group_bounds)
 
-    def weight(self, n, groups=None):
-        bounds = n.new_tensor(self.group_bounds)[self._labels(groups)]
-        return (bounds/n).clamp(max=1)
+# %% ../../nbs/algorithms/clipping.ipynb #3209e9ba
+@patch
+def weight(self:GroupAdaptive, n, groups=None):
+    bounds = n.new_tensor(self.group_bounds)[self._labels(groups)]
+    return (bounds/n).clamp(max=1)
 
-    def _labels(self, groups):
-        if groups is None:
-            raise ValueError("groups must be given, one label per sample, got groups=None")
-        if groups.is_floating_point():
-            raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call "
-                             "groups.long()")
-        bad = groups[(groups < 0) | (groups >= self.num_groups)]
-        if len(bad):
-            raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got "
-                             f"groups={bad[0].item()}")
-        return groups.long()
+@patch
+def _labels(self:GroupAdaptive, groups):
+    if groups is None:
+        raise ValueError("groups must be given, one label per sample, got groups=None")
+    if groups.is_floating_point():
+        raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call "
+                         "groups.long()")
+    bad = groups[(groups < 0) | (groups >= self.num_groups)]
+    if len(bad):
+        raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got "
+                         f"groups={bad[0].item()}")
+    return groups.long()
 
 # %% ../../nbs/algorithms/clipping.ipynb #6f83a938
 @patch

@@ -38,13 +38,15 @@ class Ledger:
             if self._runs and self._runs[-1][0]==one: self._runs[-1][1] += event.steps
             else: self._runs.append([one, event.steps])
 
-    def add_step(self,
-        clip_rule, # The `ClipRule` of the step; its own noisy counts are written down too
-        noise_multiplier:float, # sigma of the step
-        sample_rate:float, # q of its Poisson batch
-    ):
-        "Write down one step of a run; call it before the noise of the step is drawn."
-        self.add(clip_rule.joint_events(_one_step(noise_multiplier, sample_rate)))
+# %% ../../nbs/algorithms/ledger.ipynb #ab60fd2d
+@patch
+def add_step(self:Ledger,
+    clip_rule, # The `ClipRule` of the step; its own noisy counts are written down too
+    noise_multiplier:float, # sigma of the step
+    sample_rate:float, # q of its Poisson batch
+):
+    "Write down one step of a run; call it before the noise of the step is drawn."
+    self.add(clip_rule.joint_events(_one_step(noise_multiplier, sample_rate)))
 
 # %% ../../nbs/algorithms/ledger.ipynb #cb94ac2d
 @patch(as_prop=True)
@@ -62,6 +64,7 @@ def history(self:Ledger)->list: # (noise multiplier, sample rate, steps), as in 
     "What ran, in Opacus's form."
     return [(e.noise_multiplier, e.sample_rate, e.steps) for e in self.events]
 
+# %% ../../nbs/algorithms/ledger.ipynb #62f2eed5
 @patch
 def get_epsilon(self:Ledger,
     delta:float, # In (0, 1)
@@ -76,6 +79,7 @@ def mechanism(self:Ledger)->str: # As in Opacus
     "Which accountant answers."
     return self.accountant
 
+# %% ../../nbs/algorithms/ledger.ipynb #2309b5fc
 @patch
 def state_dict(self:Ledger)->list: # Plain values, for a checkpoint
     "All that is written down."

@@ -141,6 +141,7 @@ def _check_samples(data_loader:DataLoader):
         raise ValueError("data_loader must not choose its samples, which Poisson batches draw "
             f"from the whole data set, got {chooser}; use torch.utils.data.Subset")
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #be9111dc
 def _batch_of(data_loader:DataLoader)->int|None: # None where the loader has no batch_size
     "The batch of all processes together; a DistributedSampler's loader has a share of it."
     if isinstance(data_loader.batch_sampler,
@@ -178,6 +179,7 @@ def calibrated(
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
 RuleName = Literal["flat", "auto_s", "psac", "global", "global_adapt", "global_adapt_v2"]
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #e8bcaff4
 # Meaning; range; default; example, of each argument
 _ARGUMENTS = {
     "module": "the network; no BatchNorm; it may be in DistributedDataParallel",
@@ -324,6 +326,7 @@ class Recipe:
     @property
     def target_steps(self)->int|None: return self.plan.steps if self.target else None
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #2060087d
 def _check_schedules(**schedules):
     "Refuse what is no schedule."
     for name, value in schedules.items():
@@ -354,6 +357,7 @@ def _promised(engine, target)->Target:
         "steps in its ledger")
     return target
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #ea51ea10
 @patch
 def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
     noise_multiplier=None, max_grad_norm=None, target=None, epochs:int=1,
@@ -405,6 +409,7 @@ def unwrapped(module, optimizer)->tuple: # (module, optimizer)
     return (module._module if isinstance(module, PrivateModule) else module,
         optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer)
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #aba73161
 def _warn_of_state(optimizer):
     "Say that a momentum from training without privacy is released by the first private step."
     held = sum(isinstance(x, torch.Tensor) and x.dim()>0 and bool(x.any())
@@ -414,6 +419,7 @@ def _warn_of_state(optimizer):
         "steps, such as momentum: without privacy, they hold raw gradients, which the first "
         "private step releases; make a new optimizer", stacklevel=4)
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #abbde380
 @patch
 def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of noise, and of batches
     "Where random bits come from."
