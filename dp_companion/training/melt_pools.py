@@ -145,6 +145,7 @@ def read_thinwall(
         "labels": torch.tensor(labels)
     }
 
+# %% ../../nbs/training/melt_pools.ipynb #488c794f
 def _check_files(folder, names, tables):
     if not names:
         raise ValueError(

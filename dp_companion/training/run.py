@@ -133,6 +133,7 @@ def account(
             training.plan.sample_rate)
     training.batches.begin_step()
 
+# %% ../../nbs/training/run.ipynb #d401e197
 def step(
     training:PoissonTraining, # Whose batch is drawn
     indices:list, # The Poisson batch: positions in the training set, perhaps none
@@ -286,16 +287,19 @@ class Run:
             loss=loss, sampling=stream(spec, "sampling"), noise=stream(spec, "noise"),
             kernels=kernels, device=self.device)
 
-    @property
-    def is_private(self)->bool: # Whether its steps go through `PrivateStep`
-        return self.spec.method.clip_rule not in ("none", "batch")
-    @property
-    def is_over(self)->bool: # All epochs done, or the filter has ended it
-        following = self.training.following
-        return len(self.epochs) == self.spec.epochs or bool(following and following.has_ended)
-    @property
-    def nonprivate_nonfinite_samples(self)->int: # For the page only
-        return self.training.nonprivate_nonfinite_samples
+# %% ../../nbs/training/run.ipynb #5e43e9da
+@patch(as_prop=True)
+def is_private(self:Run)->bool: # Whether its steps go through `PrivateStep`
+    return self.spec.method.clip_rule not in ("none", "batch")
+
+@patch(as_prop=True)
+def is_over(self:Run)->bool: # All epochs done, or the filter has ended it
+    following = self.training.following
+    return len(self.epochs) == self.spec.epochs or bool(following and following.has_ended)
+
+@patch(as_prop=True)
+def nonprivate_nonfinite_samples(self:Run)->int: # For the page only
+    return self.training.nonprivate_nonfinite_samples
 
 # %% ../../nbs/training/run.ipynb #eb88fa68
 @patch
@@ -321,6 +325,7 @@ def load(self:Run,
     self.epochs = state["epochs"]
     self.load_parts(state)
 
+# %% ../../nbs/training/run.ipynb #ac55a498
 @patch
 def parts(self:Run)->dict:
     "The further state of a kind of run."
