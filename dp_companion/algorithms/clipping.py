@@ -165,8 +165,7 @@ def noisy_counts(
 @dataclass(frozen=True, kw_only=True)
 class CountingRule(ClipRule):
     "A rule that follows noisy counts; a subclass gives `counts` and `with_noisy_counts`."
-    # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' configuration
-    count_noise: float = 10.
+    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); the authors' default
     count_query: ClassVar[str] = "counts" # What the counts are called in a record
     def update(self,
         norms:Tensor, # (batch,) this step's gradient norms
@@ -179,23 +178,19 @@ class CountingRule(ClipRule):
         noisy = noisy_counts(self.counts(norms, groups), self.count_noise, generator)
         return self.with_noisy_counts(noisy, expected_batch_size=expected_batch_size)
 
-# %% ../../nbs/algorithms/clipping.ipynb #f3e695f3
-@patch
-def queries(self:CountingRule, *,
-    sample_rate:float, # q of the Poisson batches
-    steps:int, # How many steps count
-)->tuple[MechanismEvent,...]:
-    "The counts as an event for a record; composed with the gradient's it is no upper bound."
-    return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate,
-                           steps=steps, query=self.count_query),)
+    def queries(self, *,
+        sample_rate:float, # q of the Poisson batches
+        steps:int, # How many steps count
+    )->tuple[MechanismEvent,...]:
+        "The counts as an event for a record; composed with the gradient's it is no upper bound."
+        return (MechanismEvent(noise_multiplier=self.count_noise, sample_rate=sample_rate,
+                               steps=steps, query=self.count_query),)
 
-@patch
-def joint_events(self:CountingRule,
-    gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
-)->tuple[MechanismEvent,...]: # What an accountant must see
-    "Gradient events joined with the counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
-    return tuple(joint_event(event, self.count_noise, self.count_query)
-                 for event in gradient_events)
+    def joint_events(self,
+        gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
+    )->tuple[MechanismEvent,...]: # What an accountant must see
+        "Gradient events joined with the counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
+        return tuple(joint_event(e, self.count_noise, self.count_query) for e in gradient_events)
 
 # %% ../../nbs/algorithms/clipping.ipynb #497e3a65
 _LOG_STRICT_LIMIT = 69. # |log z| stays under this, so that z stays under LARGEST
@@ -213,12 +208,9 @@ def moved_threshold(
 @dataclass(frozen=True, kw_only=True)
 class GlobalAdapt(Global, CountingRule):
     "Global scaling, clips above z; a noisy count moves z (Esipova et al. 2022, arXiv 2206.07737)."
-    # z now, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
-    strict_max_grad_norm: float = 10.
-    # tau, norms above tau*z are counted; in (0, 1e30); the authors' script
-    threshold_fraction: float = .7
-    # eta_z, rate of z and its target fraction; in (0, 1); the authors' script
-    threshold_rate: float = .1
+    strict_max_grad_norm: float = 10. # z now, a norm; in (0, 1e30); paper global_adapt_v2's value
+    threshold_fraction: float = .7 # tau, norms above tau*z count; in (0, 1e30); the authors' script
+    threshold_rate: float = .1 # eta_z, of z and its target fraction; in (0, 1); the authors' script
     name: ClassVar[str] = "global_adapt"
     count_query: ClassVar[str] = "count above threshold"
 
@@ -228,24 +220,20 @@ class GlobalAdapt(Global, CountingRule):
 
     def above(self, n): return _over(self.max_grad_norm, n)
 
-# %% ../../nbs/algorithms/clipping.ipynb #779868af
-@patch
-def counts(self:GlobalAdapt,
-    norms:Tensor, groups:Tensor|None=None, # (batch,); groups are not used
-)->Tensor: # (1,) exact, private
-    "How many norms exceed tau*z; one record changes it by at most 1."
-    return (norms.double() > self.threshold_fraction*self.strict_max_grad_norm).sum().reshape(1)
+    def counts(self,
+        norms:Tensor, groups:Tensor|None=None, # (batch,); groups are not used
+    )->Tensor: # (1,) exact, private
+        "How many norms exceed tau*z; one record changes it by at most 1."
+        return (norms.double() > self.threshold_fraction*self.strict_max_grad_norm).sum().reshape(1)
 
-@patch
-def with_noisy_counts(self:GlobalAdapt,
-    noisy_counts:Tensor, *, # (1,) with their noise
-    expected_batch_size:int, # b, public
-)->"GlobalAdapt":
-    "The rule with z moved by the noisy count."
-    share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
-    return replace(self,
-                   strict_max_grad_norm=moved_threshold(self.strict_max_grad_norm,
-                       self.threshold_rate, share))
+    def with_noisy_counts(self,
+        noisy_counts:Tensor, *, # (1,) with their noise
+        expected_batch_size:int, # b, public
+    )->"GlobalAdapt":
+        "The rule with z moved by the noisy count."
+        share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
+        z = moved_threshold(self.strict_max_grad_norm, self.threshold_rate, share)
+        return replace(self, strict_max_grad_norm=z)
 
 # %% ../../nbs/algorithms/clipping.ipynb #be453ccf
 @dataclass(frozen=True, kw_only=True)

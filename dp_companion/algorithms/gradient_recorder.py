@@ -110,7 +110,9 @@ def _recorded(self:GradientRecorder, inputs): # Once more where layers turn out 
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #d8aabe7b
 @patch
-def take_common(self:GradientRecorder, losses:list): # What is run back: of the batch, or one for each sample
+def take_common(self:GradientRecorder,
+    losses:list, # What is run back: of the batch, or one for each sample
+):
     "Take the gradients of what is the same for all samples, where there is any."
     if not self.book.common: return
     rows, total = self.rows, sum(x.sum() for x in losses)
@@ -148,7 +150,9 @@ def check_read(self:GradientRecorder):
         "optimizer.backward one loss per sample in its place")
 
 @patch
-def samples(self:GradientRecorder, *, at_once:bool=False): # Yields `RecordedSamples`; in one piece if `at_once`
+def samples(self:GradientRecorder, *,
+    at_once:bool=False, # Whether all are in one piece
+): # Yields `RecordedSamples`
     "The recorded samples, with their norms; the sums that are added go into `flat`."
     refuse_past(p.grad for p in self.slots)
     self.check_read()

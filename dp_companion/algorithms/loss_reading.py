@@ -103,8 +103,8 @@ _READERS = {
     "SumBackward0": _summed, "SumBackward1": _summed,
 }
 _THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "Rsub", "Neg",
-    "Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand",
-    "Stack", "Cat")}
+    "Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze",
+    "Expand", "Stack", "Cat")}
 
 # %% ../../nbs/algorithms/loss_reading.ipynb #56aef843
 def _factor(node, name:str)->list: # (what it divides by, whether as a quotient)
