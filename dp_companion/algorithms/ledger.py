@@ -7,17 +7,11 @@ __all__ = ['Ledger']
 
 # %% ../../nbs/algorithms/ledger.ipynb #15ac345a
 from dataclasses import asdict, replace
-from functools import lru_cache
 from fastcore.basics import patch
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import _word
 
 # %% ../../nbs/algorithms/ledger.ipynb #83858d90
-@lru_cache(maxsize=64)
-def _one_step(noise_multiplier:float, sample_rate:float)->tuple:
-    "The event of one step, which most steps share with the step before."
-    return (MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=1),)
-
 class Ledger:
     "The mechanism events that ran; equal neighbours are one event."
     def __init__(self,
@@ -38,15 +32,14 @@ class Ledger:
             if self._runs and self._runs[-1][0]==one: self._runs[-1][1] += event.steps
             else: self._runs.append([one, event.steps])
 
-# %% ../../nbs/algorithms/ledger.ipynb #ab60fd2d
-@patch
-def add_step(self:Ledger,
-    clip_rule, # The `ClipRule` of the step; its own noisy counts are written down too
-    noise_multiplier:float, # sigma of the step
-    sample_rate:float, # q of its Poisson batch
-):
-    "Write down one step of a run; call it before the noise of the step is drawn."
-    self.add(clip_rule.joint_events(_one_step(noise_multiplier, sample_rate)))
+    def add_step(self,
+        clip_rule, # The `ClipRule` of the step; its own noisy counts are written down too
+        noise_multiplier:float, # sigma of the step
+        sample_rate:float, # q of its Poisson batch
+    ):
+        "Write down one step of a run; call it before the noise of the step is drawn."
+        event = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=1)
+        self.add(clip_rule.joint_events((event,)))
 
 # %% ../../nbs/algorithms/ledger.ipynb #cb94ac2d
 @patch(as_prop=True)
