@@ -62,6 +62,7 @@ def own_parameters(
     own = dict.fromkeys([*module.parameters(recurse=False), *held])
     return [p for p in own if p.requires_grad and p not in inside]
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #d65b0a47
 def _trains(module:nn.Module)->bool: return any(p.requires_grad for p in module.parameters())
 
 def has_kernel(module:nn.Module)->bool: # Whether this package or Opacus has a formula for it
@@ -167,21 +168,25 @@ class BookKeeping:
         self.blocks = [name for name, layer in self.layers.items()
                        if name in self.merged or not has_kernel(layer)]
 
-    def clear(self):
-        "Forget the record of the last batch."
-        self.expanded = set() # Layers whose output was expanded over the batch
-        self.common = {} # Output that is the same for all samples -> (layer name, `CallInput`)
-        self.pages, self.shared, self.uses = {}, {}, Counter()
-        self.batch_sizes, self.freed, self.widest, self.read = [], 0, 0, []
-        self.untimed, self.came, self.current = {}, {}, object()
+# %% ../../nbs/algorithms/book_keeping.ipynb #67c2f68e
+@patch
+def clear(self:BookKeeping):
+    "Forget the record of the last batch."
+    self.expanded = set() # Layers whose output was expanded over the batch
+    self.common = {} # Output that is the same for all samples -> (layer name, `CallInput`)
+    self.pages, self.shared, self.uses = {}, {}, Counter()
+    self.batch_sizes, self.freed, self.widest, self.read = [], 0, 0, []
+    self.untimed, self.came, self.current = {}, {}, object()
 
-    def _check_pin(self, name:str):
-        if name not in self.layers:
-            raise ValueError(f"kernels must name layers of the model, got {name!r}")
-        known = list(kernels_of(self.layers[name]))
-        if self.kernels[name] not in known:
-            raise ValueError(f"kernels[{name!r}] must be one of {known}, got "
-                             f"{self.kernels[name]!r}")
+# %% ../../nbs/algorithms/book_keeping.ipynb #c82522f2
+@patch
+def _check_pin(self:BookKeeping, name:str):
+    if name not in self.layers:
+        raise ValueError(f"kernels must name layers of the model, got {name!r}")
+    known = list(kernels_of(self.layers[name]))
+    if self.kernels[name] not in known:
+        raise ValueError(f"kernels[{name!r}] must be one of {known}, got "
+                         f"{self.kernels[name]!r}")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #9a6db5e4
 def _leaves(
@@ -223,6 +228,7 @@ def _refuse_ties(self:BookKeeping, model, args, output):
                          "outside of it; give that use a module of its own "
                          "that holds the parameter itself, not its layer")
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #6fc22b49
 @patch
 def _freeze_in_layers(self:BookKeeping)->list: # Handles
     "Freeze parameters inside their own layers only, and look for them behind the output."
@@ -257,6 +263,7 @@ def check_precision(device_type:str):
         raise ValueError("the forward pass must run in the parameters' own precision, got "
                          "autocast; leave it off")
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #220a1894
 @patch
 @contextmanager
 def recording(self:BookKeeping):
@@ -331,6 +338,7 @@ def _role_of(self:BookKeeping, name:str, args, kwargs, y:Tensor)->tuple: # (role
     self.roles[name] = "common"
     return "common", CallInput(args, kwargs, None), y
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #66dff23c
 @patch
 @contextmanager
 def muted(self:BookKeeping):
@@ -374,6 +382,7 @@ def _tap(self:BookKeeping, name, layer, args, kwargs, output):
     y.grad_fn.register_prehook(back)
     return (type(output)([y, *output[1:]]) if isinstance(output, (tuple, list)) else y)
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #f9c347e8
 @patch
 def _on_graph(self:BookKeeping, name:str, y:Tensor)->Tensor:
     "The same output, which asks for a gradient."
@@ -410,6 +419,7 @@ def _write(self:BookKeeping, name, a, version, b, role:str="rows"):
         self.kernels[name] = names[0]
     self.pages[name] = self._page(name, a, b)
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #1eedd600
 @patch
 def _check_common(self:BookKeeping, name:str, b:Tensor):
     "Refuse a gradient of what is the same for all samples that is not the sum of theirs."
@@ -417,6 +427,7 @@ def _check_common(self:BookKeeping, name:str, b:Tensor):
     if not any((x-b).norm()<=1e-3*b.norm()+1e-12 for x in sums) and bool(b.isfinite().all()):
         raise self._no_batch(name, len(b) if b.dim() else 0)
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #729ef229
 @patch
 def _page(self:BookKeeping, name, a, b)->list: # (Slot, Part) each
     "One layer's norms, and what its sums need."
@@ -512,6 +523,7 @@ def samples(self:BookKeeping,
         _add_parts(early, *map(torch.cat, zip(*found)))
     self.clear()
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #5c418b3a
 @patch
 def _room(self:BookKeeping)->int: # Numbers
     "The room for late gradients: what the backward pass gave back, or a cache."
@@ -520,6 +532,7 @@ def _room(self:BookKeeping)->int: # Numbers
     free = max(self.freed, 3*self.widest) - held
     return max(free, CACHE_BYTES//self.flat.element_size())
 
+# %% ../../nbs/algorithms/book_keeping.ipynb #bc4470d3
 @patch
 def _closed(self:BookKeeping)->tuple: # Late parts, and all others
     "The record of a backward pass that is over, if it is still what was written."

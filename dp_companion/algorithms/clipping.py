@@ -165,8 +165,7 @@ def noisy_counts(
 @dataclass(frozen=True, kw_only=True)
 class CountingRule(ClipRule):
     "A rule that follows noisy counts; a subclass gives `counts` and `with_noisy_counts`."
-    # sigma_c, noise std of each count; in (0, 1e30); the default of the authors' configuration
-    count_noise: float = 10.
+    count_noise: float = 10. # sigma_c, noise std of each count; in (0, 1e30); the authors' default
     count_query: ClassVar[str] = "counts" # What the counts are called in a record
     def update(self,
         norms:Tensor, # (batch,) this step's gradient norms
@@ -191,8 +190,7 @@ class CountingRule(ClipRule):
         gradient_events:tuple[MechanismEvent,...], # One per run of equal noise multipliers
     )->tuple[MechanismEvent,...]: # What an accountant must see
         "Gradient events joined with the counts (Andrew et al. 2021, arXiv 1905.03871, Theorem 1)."
-        return tuple(joint_event(event, self.count_noise, self.count_query)
-                     for event in gradient_events)
+        return tuple(joint_event(e, self.count_noise, self.count_query) for e in gradient_events)
 
 # %% ../../nbs/algorithms/clipping.ipynb #497e3a65
 _LOG_STRICT_LIMIT = 69. # |log z| stays under this, so that z stays under LARGEST
@@ -210,12 +208,9 @@ def moved_threshold(
 @dataclass(frozen=True, kw_only=True)
 class GlobalAdapt(Global, CountingRule):
     "Global scaling, clips above z; a noisy count moves z (Esipova et al. 2022, arXiv 2206.07737)."
-    # z now, in the unit of the norm; in (0, 1e30); paper global_adapt_v2's value
-    strict_max_grad_norm: float = 10.
-    # tau, norms above tau*z are counted; in (0, 1e30); the authors' script
-    threshold_fraction: float = .7
-    # eta_z, rate of z and its target fraction; in (0, 1); the authors' script
-    threshold_rate: float = .1
+    strict_max_grad_norm: float = 10. # z now, a norm; in (0, 1e30); paper global_adapt_v2's value
+    threshold_fraction: float = .7 # tau, norms above tau*z count; in (0, 1e30); the authors' script
+    threshold_rate: float = .1 # eta_z, of z and its target fraction; in (0, 1); the authors' script
     name: ClassVar[str] = "global_adapt"
     count_query: ClassVar[str] = "count above threshold"
 
@@ -224,7 +219,6 @@ class GlobalAdapt(Global, CountingRule):
         _real("threshold_rate", self.threshold_rate, below=1)
 
     def above(self, n): return _over(self.max_grad_norm, n)
-
 
     def counts(self,
         norms:Tensor, groups:Tensor|None=None, # (batch,); groups are not used
@@ -238,9 +232,8 @@ class GlobalAdapt(Global, CountingRule):
     )->"GlobalAdapt":
         "The rule with z moved by the noisy count."
         share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
-        return replace(self,
-                       strict_max_grad_norm=moved_threshold(self.strict_max_grad_norm,
-                           self.threshold_rate, share))
+        z = moved_threshold(self.strict_max_grad_norm, self.threshold_rate, share)
+        return replace(self, strict_max_grad_norm=z)
 
 # %% ../../nbs/algorithms/clipping.ipynb #be453ccf
 @dataclass(frozen=True, kw_only=True)
@@ -281,21 +274,24 @@ class GroupAdaptive(CountingRule):
     @property
     def sensitivity(self): return max(self.group_bounds)
 
-    def weight(self, n, groups=None):
-        bounds = n.new_tensor(self.group_bounds)[self._labels(groups)]
-        return (bounds/n).clamp(max=1)
+# %% ../../nbs/algorithms/clipping.ipynb #3209e9ba
+@patch
+def weight(self:GroupAdaptive, n, groups=None):
+    bounds = n.new_tensor(self.group_bounds)[self._labels(groups)]
+    return (bounds/n).clamp(max=1)
 
-    def _labels(self, groups):
-        if groups is None:
-            raise ValueError("groups must be given, one label per sample, got groups=None")
-        if groups.is_floating_point():
-            raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call "
-                             "groups.long()")
-        bad = groups[(groups < 0) | (groups >= self.num_groups)]
-        if len(bad):
-            raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got "
-                             f"groups={bad[0].item()}")
-        return groups.long()
+@patch
+def _labels(self:GroupAdaptive, groups):
+    if groups is None:
+        raise ValueError("groups must be given, one label per sample, got groups=None")
+    if groups.is_floating_point():
+        raise ValueError(f"groups must be whole numbers, got {groups.dtype}; call "
+                         "groups.long()")
+    bad = groups[(groups < 0) | (groups >= self.num_groups)]
+    if len(bad):
+        raise ValueError(f"groups must be in 0..{self.num_groups - 1}, got "
+                         f"groups={bad[0].item()}")
+    return groups.long()
 
 # %% ../../nbs/algorithms/clipping.ipynb #6f83a938
 @patch

@@ -9,6 +9,7 @@ __all__ = ['per_sample_losses', 'GradientRecorder']
 import copy
 import inspect
 import torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import BookKeeping, Merged, check_precision, refuse_past
 from .nested_tensors import call_model, tensors_of
@@ -76,71 +77,85 @@ class GradientRecorder:
         self.trace = None
         self.book.clear()
 
-    def record(self,
-        inputs, # A tensor, a tuple of arguments, a dict of them, or `Arguments`; batch first
-        batch_size:int, # Of the physical batch
-        *,
-        divisor:float|Tensor|None=1, # What the loss divides gradients by; None: read from it later
-    ): # What the model returns
-        "Run the forward pass, ready for a backward pass."
-        check_precision(self.flat.device.type)
-        self.clear()
-        for p in self.slots:
-            p.grad = None
-        self.batch_size, self.divisor = batch_size, divisor
-        self.book.batch_size = batch_size
+# %% ../../nbs/algorithms/gradient_recorder.ipynb #25eeec36
+@patch
+def record(self:GradientRecorder,
+    inputs, # A tensor, a tuple of arguments, a dict of them, or `Arguments`; batch first
+    batch_size:int, # Of the physical batch
+    *,
+    divisor:float|Tensor|None=1, # What the loss divides gradients by; None: read from it later
+): # What the model returns
+    "Run the forward pass, ready for a backward pass."
+    check_precision(self.flat.device.type)
+    self.clear()
+    for p in self.slots:
+        p.grad = None
+    self.batch_size, self.divisor = batch_size, divisor
+    self.book.batch_size = batch_size
+    return self._recorded(inputs)
+
+@patch
+def _recorded(self:GradientRecorder, inputs): # Once more where layers turn out to be used otherwise
+    try:
+        with self.book.recording(): output = call_model(self.model, inputs)
+    except Merged:
         return self._recorded(inputs)
+    except RuntimeError:
+        expanded = set(self.book.expanded)
+        if not expanded: raise
+        self.book.roles.update(dict.fromkeys(expanded, "common"))
+        return self._recorded(inputs)
+    self.rows = _last_rows(output, self.batch_size) if self.book.common else []
+    return output
 
-    def _recorded(self, inputs): # Once more where layers turn out to be used otherwise
-        try:
-            with self.book.recording(): output = call_model(self.model, inputs)
-        except Merged:
-            return self._recorded(inputs)
-        except RuntimeError:
-            expanded = set(self.book.expanded)
-            if not expanded: raise
-            self.book.roles.update(dict.fromkeys(expanded, "common"))
-            return self._recorded(inputs)
-        self.rows = _last_rows(output, self.batch_size) if self.book.common else []
-        return output
+# %% ../../nbs/algorithms/gradient_recorder.ipynb #d8aabe7b
+@patch
+def take_common(self:GradientRecorder,
+    losses:list, # What is run back: of the batch, or one for each sample
+):
+    "Take the gradients of what is the same for all samples, where there is any."
+    if not self.book.common: return
+    rows, total = self.rows, sum(x.sum() for x in losses)
+    with self.book.muted():
+        found = torch.autograd.grad(total, rows, retain_graph=True, allow_unused=True)
+    parts = [(x*g).flatten(1).sum(1) for x, g in zip(rows, found) if g is not None]
+    if parts: self.book.take_common(sum(parts))
 
-    def take_common(self, losses:list): # What is run back: of the batch, or one for each sample
-        "Take the gradients of what is the same for all samples, where there is any."
-        if not self.book.common: return
-        rows, total = self.rows, sum(x.sum() for x in losses)
-        with self.book.muted():
-            found = torch.autograd.grad(total, rows, retain_graph=True, allow_unused=True)
-        parts = [(x*g).flatten(1).sum(1) for x, g in zip(rows, found) if g is not None]
-        if parts: self.book.take_common(sum(parts))
+@patch
+def run(self:GradientRecorder, loss_fn, inputs, targets)->Tensor: # (batch,) losses
+    "Run both passes."
+    losses = per_sample_losses(loss_fn, self.record(inputs, len(targets)), targets)
+    self.book.check_batch(len(losses))
+    self.book.take_common(losses)
+    losses.sum().backward()
+    return losses.detach()
 
-    def run(self, loss_fn, inputs, targets)->Tensor: # (batch,) losses
-        "Run both passes."
-        losses = per_sample_losses(loss_fn, self.record(inputs, len(targets)), targets)
-        self.book.check_batch(len(losses))
-        self.book.take_common(losses)
-        losses.sum().backward()
-        return losses.detach()
-
-    def check(self)->int: # The batch size
-        "Refuse a step without a backward pass, or with one past the layers."
-        if self.batch_size is None or (self.batch_size and not self.is_filled):
-            raise ValueError("optimizer.step must follow a forward pass of the returned module in "
-                             "training mode and its " "loss.backward, got neither or one")
-        if self.batch_size:
-            self.check_read()
-            refuse_past(p.grad for p in self.slots)
-        return self.batch_size
-
-    def check_read(self):
-        "Refuse a loss that nobody has read."
-        if self.divisor is None: raise ValueError("loss.backward must be called on a loss that "
-            "torch's functions make of the module's outputs, got one that nobody could read; give "
-            "optimizer.backward one loss per sample in its place")
-
-    def samples(self, *, at_once:bool=False): # Yields `RecordedSamples`; in one piece if `at_once`
-        "The recorded samples, with their norms; the sums that are added go into `flat`."
-        refuse_past(p.grad for p in self.slots)
+# %% ../../nbs/algorithms/gradient_recorder.ipynb #dca4d43b
+@patch
+def check(self:GradientRecorder)->int: # The batch size
+    "Refuse a step without a backward pass, or with one past the layers."
+    if self.batch_size is None or (self.batch_size and not self.is_filled):
+        raise ValueError("optimizer.step must follow a forward pass of the returned module in "
+                         "training mode and its " "loss.backward, got neither or one")
+    if self.batch_size:
         self.check_read()
-        self.book.check_batch(self.batch_size)
-        yield from self.book.samples(at_once=at_once, divisor=self.divisor)
-        self.clear()
+        refuse_past(p.grad for p in self.slots)
+    return self.batch_size
+
+@patch
+def check_read(self:GradientRecorder):
+    "Refuse a loss that nobody has read."
+    if self.divisor is None: raise ValueError("loss.backward must be called on a loss that "
+        "torch's functions make of the module's outputs, got one that nobody could read; give "
+        "optimizer.backward one loss per sample in its place")
+
+@patch
+def samples(self:GradientRecorder, *,
+    at_once:bool=False, # Whether all are in one piece
+): # Yields `RecordedSamples`
+    "The recorded samples, with their norms; the sums that are added go into `flat`."
+    refuse_past(p.grad for p in self.slots)
+    self.check_read()
+    self.book.check_batch(self.batch_size)
+    yield from self.book.samples(at_once=at_once, divisor=self.divisor)
+    self.clear()

@@ -7,17 +7,11 @@ __all__ = ['Ledger']
 
 # %% ../../nbs/algorithms/ledger.ipynb #15ac345a
 from dataclasses import asdict, replace
-from functools import lru_cache
 from fastcore.basics import patch
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import _word
 
 # %% ../../nbs/algorithms/ledger.ipynb #83858d90
-@lru_cache(maxsize=64)
-def _one_step(noise_multiplier:float, sample_rate:float)->tuple:
-    "The event of one step, which most steps share with the step before."
-    return (MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=1),)
-
 class Ledger:
     "The mechanism events that ran; equal neighbours are one event."
     def __init__(self,
@@ -44,7 +38,8 @@ class Ledger:
         sample_rate:float, # q of its Poisson batch
     ):
         "Write down one step of a run; call it before the noise of the step is drawn."
-        self.add(clip_rule.joint_events(_one_step(noise_multiplier, sample_rate)))
+        event = MechanismEvent(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=1)
+        self.add(clip_rule.joint_events((event,)))
 
 # %% ../../nbs/algorithms/ledger.ipynb #cb94ac2d
 @patch(as_prop=True)
@@ -62,6 +57,7 @@ def history(self:Ledger)->list: # (noise multiplier, sample rate, steps), as in 
     "What ran, in Opacus's form."
     return [(e.noise_multiplier, e.sample_rate, e.steps) for e in self.events]
 
+# %% ../../nbs/algorithms/ledger.ipynb #62f2eed5
 @patch
 def get_epsilon(self:Ledger,
     delta:float, # In (0, 1)
@@ -76,6 +72,7 @@ def mechanism(self:Ledger)->str: # As in Opacus
     "Which accountant answers."
     return self.accountant
 
+# %% ../../nbs/algorithms/ledger.ipynb #2309b5fc
 @patch
 def state_dict(self:Ledger)->list: # Plain values, for a checkpoint
     "All that is written down."

@@ -56,6 +56,7 @@ def _is_inner(node, samples:int)->bool: # Whether the batch went in the node bef
     dims = before is not None and before.name() in ("MeanBackward1", "SumBackward1")
     return dims and _sizes(before)[0]==samples and _reduces_batch(before, samples)
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #f95013ce
 def _averaged(node, samples:int, factors:list)->LossReading|None: # None: the batch is further back
     "A mean: what multiplies it is the loop's own affair."
     if not _reduces_batch(node, samples) or _is_inner(node, samples): return None
@@ -92,6 +93,7 @@ def _cross_entropy(node, samples:int, factors:list)->LossReading:
     if bool((total==samples*each).all()): return LossReading(samples, True)
     return LossReading(torch.where(total==0, 1., total/each.clamp(min=1)), True)
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #1ba0d463
 _READERS = {
     **{f"{name}Backward0": _reduced for name in ("MseLoss", "SmoothL1Loss", "HuberLoss",
         "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "SoftMarginLoss", "MultiMarginLoss",
@@ -101,9 +103,8 @@ _READERS = {
     "SumBackward0": _summed, "SumBackward1": _summed,
 }
 _THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "Rsub", "Neg",
-    "Alias",
-    "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand",
-    "Stack", "Cat")}
+    "Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze",
+    "Expand", "Stack", "Cat")}
 
 # %% ../../nbs/algorithms/loss_reading.ipynb #56aef843
 def _factor(node, name:str)->list: # (what it divides by, whether as a quotient)
@@ -117,6 +118,7 @@ def _factor(node, name:str)->list: # (what it divides by, whether as a quotient)
         raise _ask("a product or a quotient of numbers that depend on the whole batch")
     return [] if c==0 else [(c if is_quotient else 1/c, is_quotient)]
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #a276a248
 def read_loss(
     nodes:list, # The `grad_fn` of each loss that is run back
     samples:int, # In the batch
@@ -229,27 +231,31 @@ class LossTrace:
         if self.is_looking: self.outputs.append(traced)
         return traced
 
-    def note(self, func, args, kwargs, output):
-        "Note a function of an output."
-        made = [x for x in tensors_of(output) if isinstance(x, TracedOutput)]
-        for x in made: x.trace = self
-        if made and self.is_looking: self.calls.append((func, args, kwargs, output))
+# %% ../../nbs/algorithms/loss_reading.ipynb #860221ba
+@patch
+def note(self:LossTrace, func, args, kwargs, output):
+    "Note a function of an output."
+    made = [x for x in tensors_of(output) if isinstance(x, TracedOutput)]
+    for x in made: x.trace = self
+    if made and self.is_looking: self.calls.append((func, args, kwargs, output))
 
-    def before_backward(self, losses, *args, **kwargs):
-        "Read a loss that is about to be run back."
-        losses = list(losses) if isinstance(losses, (tuple, list)) else [losses]
-        given = [*args[:1], kwargs.get("gradient"), kwargs.get("grad_tensors")]
-        with torch._C.DisableTorchFunctionSubclass():
-            if any(x is not None for x in given) or any(x.numel()!=1 for x in losses):
-                raise _ask("a vector, or one with a gradient of its own")
-            reading = read_loss([x.grad_fn for x in losses], self.samples)
-            if self.is_looking: self.look(losses)
-            self.tell(reading, losses)
-        self.clear()
+@patch
+def before_backward(self:LossTrace, losses, *args, **kwargs):
+    "Read a loss that is about to be run back."
+    losses = list(losses) if isinstance(losses, (tuple, list)) else [losses]
+    given = [*args[:1], kwargs.get("gradient"), kwargs.get("grad_tensors")]
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(x is not None for x in given) or any(x.numel()!=1 for x in losses):
+            raise _ask("a vector, or one with a gradient of its own")
+        reading = read_loss([x.grad_fn for x in losses], self.samples)
+        if self.is_looking: self.look(losses)
+        self.tell(reading, losses)
+    self.clear()
 
-    def clear(self):
-        "Forget what was noted."
-        self.outputs, self.calls = [], []
+@patch
+def clear(self:LossTrace):
+    "Forget what was noted."
+    self.outputs, self.calls = [], []
 
 # %% ../../nbs/algorithms/loss_reading.ipynb #0ca1f6ff
 @patch
@@ -306,6 +312,7 @@ def look(self:LossTrace, losses:list, divisor=None):
         copies = self._seeded(losses, [k]*n, 0, divisor)
         if not _same([x[k] for x in first], [x[k] for x in copies]): raise _ask(_MEETS)
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #7ac38fef
 def _same(first:list, second:list)->bool: # Within rounding
     "Whether gradients are the same; what is not finite is left to the step."
     for x, y in zip(first, second, strict=True):

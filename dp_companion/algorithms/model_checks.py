@@ -57,6 +57,7 @@ def _counts_words(layer)->bool:
     return (isinstance(layer, nn.Embedding)
             and bool(layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse))
 
+# %% ../../nbs/algorithms/model_checks.ipynb #44676aaf
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 
 def _block_with_chance(model):
@@ -70,6 +71,7 @@ def _block_with_chance(model):
                 found.append(type(m).__name__)
             yield from (f"{what} inside {type(layer).__name__} at {name!r}" for what in found)
 
+# %% ../../nbs/algorithms/model_checks.ipynb #d74f890d
 def _is_hooked(p)->bool: # Whether something sees a gradient in the backward pass
     return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
 
@@ -99,6 +101,7 @@ def _is_recurrent(layer)->bool: return isinstance(layer, (nn.RNNBase, nn.RNNCell
 def _is_bag(layer)->bool: return isinstance(layer, nn.EmbeddingBag)
 def _is_bias_kv(layer)->bool: return isinstance(layer, SequenceBias) and not layer.batch_first
 
+# %% ../../nbs/algorithms/model_checks.ipynb #374d94d5
 REFUSALS = ( # In the order in which a model is checked
     Refusal("a model with Opacus's hooks", _hooked_by_opacus,
         "carries Opacus's hooks, which hold raw gradients", "build it anew"),
@@ -140,6 +143,7 @@ REFUSALS = ( # In the order in which a model is checked
         "scaled_dot_product_attention"),
 )
 
+# %% ../../nbs/algorithms/model_checks.ipynb #106de020
 def check_model(model:nn.Module):
     "Refuse a model that has something without a per-sample gradient."
     for row in REFUSALS: row.check(model)

@@ -229,6 +229,7 @@ def _padded_again(layer, a, frame:Tensor|None)->Tensor:
     frame[:, :, top:top+a.shape[2], left:left+a.shape[3]] = a
     return frame
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #bb1aff94
 # (samples*groups, T, D) each, all in one memory
 def _patches_in_turn(layer, slots, a, b, samples:int):
     "Patches of a few samples at a time, in the weight's feature order and the cheaper layout."

@@ -100,13 +100,16 @@ class PoissonBatches(BatchSampler):
     # As Opacus's BatchMemoryManager asks, to say how many pieces are to come
     batch_size = property(lambda self: self.plan.expected_batch_size/self.share()[1])
 
-    def mark(self, key:bytes=b""):
-        "What gives a batch again: its key, or the state of a seeded source after it."
-        return key if self.source.secure else self.source.generator.get_state()
+# %% ../../nbs/algorithms/poisson_batches.ipynb #4d4f995b
+@patch
+def mark(self:PoissonBatches, key:bytes=b""):
+    "What gives a batch again: its key, or the state of a seeded source after it."
+    return key if self.source.secure else self.source.generator.get_state()
 
-    def share(self)->tuple: # (rank, processes)
-        "Which part of each batch this process takes."
-        return (dist.get_rank(), dist.get_world_size()) if self.is_distributed else (0, 1)
+@patch
+def share(self:PoissonBatches)->tuple: # (rank, processes)
+    "Which part of each batch this process takes."
+    return (dist.get_rank(), dist.get_world_size()) if self.is_distributed else (0, 1)
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #770df002
 @patch(as_prop=True)
@@ -153,6 +156,7 @@ def begin_pass(self:PoissonBatches)->Pass:
     self.return_unused(unused)
     return self.current_pass
 
+# %% ../../nbs/algorithms/poisson_batches.ipynb #fc1cf753
 @patch
 def restart(self:PoissonBatches):
     "Forget the current pass; a loop that goes on with it is refused."

@@ -87,17 +87,6 @@ def _rule_of(
             f"{clip_rule.max_grad_norm}, got max_grad_norm={max_grad_norm}")
     return clip_rule
 
-def schedule_of(
-    noise_schedule:Schedule|None, # None for constant noise
-    noise_multiplier:float|None, # Its value at the first step
-)->Schedule:
-    "The schedule that `noise_multiplier` and `noise_schedule` say together."
-    if noise_schedule is None: return Constant(initial=_real("noise_multiplier", noise_multiplier))
-    if noise_multiplier not in (None, noise_schedule.initial):
-        raise ValueError("noise_multiplier must be left out or equal noise_schedule's initial "
-            f"{noise_schedule.initial}, got noise_multiplier={noise_multiplier}")
-    return noise_schedule
-
 # %% ../../nbs/algorithms/privacy_engine.ipynb #a5fb4c82
 def records_of(
     dataset,
@@ -141,6 +130,7 @@ def _check_samples(data_loader:DataLoader):
         raise ValueError("data_loader must not choose its samples, which Poisson batches draw "
             f"from the whole data set, got {chooser}; use torch.utils.data.Subset")
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #be9111dc
 def _batch_of(data_loader:DataLoader)->int|None: # None where the loader has no batch_size
     "The batch of all processes together; a DistributedSampler's loader has a share of it."
     if isinstance(data_loader.batch_sampler,
@@ -178,6 +168,7 @@ def calibrated(
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
 RuleName = Literal["flat", "auto_s", "psac", "global", "global_adapt", "global_adapt_v2"]
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #e8bcaff4
 # Meaning; range; default; example, of each argument
 _ARGUMENTS = {
     "module": "the network; no BatchNorm; it may be in DistributedDataParallel",
@@ -234,8 +225,8 @@ class _Declared(opacus.PrivacyEngine):
             checkpoint_dict:dict[str,Any]|None=None)->None: ...
         def load_checkpoint(self, *, path:Any, module:PrivateModule,
             optimizer:PrivateOptimizer)->dict[str,Any]: ...
-        def prepare(self, module:Any, optimizer:Any, data_loader:Any,
-            **options:Any)->tuple[PrivateModule,PrivateOptimizer,DataLoader[Any]]: ...
+        def assemble(self, recipe:Any, *objects:Any)->tuple[PrivateModule,PrivateOptimizer,
+            DataLoader[Any]]: ...
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #73a4923d
 class _Private(_Declared):
@@ -272,18 +263,21 @@ class _WithMultiplier(_Private):
         kernels:dict[str,str]|None=None, **opacus_options:Any,
     )->tuple[PrivateModule,PrivateOptimizer,DataLoader[Any]]:
         "The same three objects, private, with the noise that you say or that a target pays for."
-        if (target is None) != (epochs is None): raise ValueError("epochs must be given exactly "
-            f"with a target, got epochs={epochs}")
-        if target is not None and noise_multiplier is not None: raise ValueError(
-            "noise_multiplier must be left out with a target, which finds it, got "
-            f"noise_multiplier={noise_multiplier}")
-        if target is None and self.target is not None: raise ValueError("make_private must be "
-            "asked of a fresh PrivacyEngine, got one that has promised a target")
-        return self.prepare(module, optimizer, data_loader, noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm, clip_rule=clip_rule, noise_schedule=noise_schedule,
-            bound_schedule=bound_schedule, target=target, epochs=1 if epochs is None else epochs,
-            expected_batch_size=expected_batch_size, loss_reduction=loss_reduction,
-            noise_generator=noise_generator, kernels=kernels, **opacus_options)
+        _check_asked(self, target, epochs)
+        _check_options(opacus_options)
+        _word("loss_reduction", loss_reduction, ("mean", "sum"))
+        _check_spent(self.accountant, module=module, optimizer=optimizer)
+        module, optimizer = unwrapped(module, optimizer)
+        _check_processes(module)
+        check_parameters(module, optimizer)
+        rule = _rule_of(clip_rule, max_grad_norm)
+        plan = plan_of(data_loader, expected_batch_size, 1 if epochs is None else epochs)
+        _check_schedules(noise_schedule=noise_schedule, bound_schedule=bound_schedule)
+        _check_bound(rule, bound_schedule, max_grad_norm)
+        noise = _noise_of(self.accountant, noise_schedule, noise_multiplier, target, rule, plan)
+        recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise, target=target,
+            bound_schedule=bound_schedule, loss_reduction=loss_reduction, kernels=kernels)
+        return self.assemble(recipe, module, optimizer, data_loader, noise_generator)
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #e3b6fc7c
 class PrivacyEngine(_WithMultiplier):
@@ -324,6 +318,7 @@ class Recipe:
     @property
     def target_steps(self)->int|None: return self.plan.steps if self.target else None
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #2060087d
 def _check_schedules(**schedules):
     "Refuse what is no schedule."
     for name, value in schedules.items():
@@ -345,46 +340,38 @@ def _check_bound(rule:ClipRule, bound_schedule:Schedule|None, max_grad_norm:floa
             "which moves it by the square root; use decay_of='value'")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #4897aae1
-def _promised(engine, target)->Target:
-    "The target, if this engine can still keep to it."
-    if not isinstance(target, Target): raise ValueError("target must be a Target, such as "
+def _check_asked(engine, target, epochs):
+    "Refuse a target without epochs, or of an engine that cannot keep to it."
+    if (target is None) != (epochs is None): raise ValueError("epochs must be given exactly "
+        f"with a target, got epochs={epochs}")
+    if target is None and engine.target is not None: raise ValueError("make_private must be "
+        "asked of a fresh PrivacyEngine, got one that has promised a target")
+    if not isinstance(target, Target|None): raise ValueError("target must be a Target, such as "
         f"Target(epsilon=1, delta=1e-5), got target={target!r}")
-    if engine.optimizer is not None: raise ValueError("target_epsilon must be asked of a fresh "
-        f"PrivacyEngine, got one that has made an optimizer already, with {len(engine.accountant)} "
-        "steps in its ledger")
-    return target
+    if target is not None and engine.optimizer is not None: raise ValueError("target_epsilon must "
+        "be asked of a fresh PrivacyEngine, got one that has made an optimizer already, with "
+        f"{len(engine.accountant)} steps in its ledger")
 
-@patch
-def prepare(self:PrivacyEngine, module, optimizer, data_loader, *,
-    noise_multiplier=None, max_grad_norm=None, target=None, epochs:int=1,
-    clip_rule:ClipRule|str|None=None, # A rule, its name, or None for flat clipping
-    noise_schedule:Schedule|None=None, # By epoch or by step; None: constant
-    bound_schedule:Schedule|None=None, # Of strict_max_grad_norm if any, else of max_grad_norm
-    expected_batch_size:int|None=None, # b, public, of all processes; None: the loader's
-    loss_reduction:str="mean", # What the loop's loss does over the batch: mean or sum
-    noise_generator:torch.Generator|None=None, # A seed, for experiments
-    kernels:dict|None=None, # Layer name -> kernel, for runs that repeat to the bit
-    **opacus_options,
-)->tuple:
-    "What `make_private` and `make_private_with_epsilon` share."
-    _check_options(opacus_options)
-    _word("loss_reduction", loss_reduction, ("mean", "sum"))
-    _check_spent(self.accountant, module=module, optimizer=optimizer)
-    module, optimizer = unwrapped(module, optimizer)
-    _check_processes(module)
-    check_parameters(module, optimizer)
-    rule, plan = _rule_of(clip_rule, max_grad_norm), plan_of(data_loader, expected_batch_size,
-        epochs)
-    _check_schedules(noise_schedule=noise_schedule, bound_schedule=bound_schedule)
-    _check_bound(rule, bound_schedule, max_grad_norm)
-    if target is None: noise_schedule = schedule_of(noise_schedule, noise_multiplier)
-    else: noise_schedule = calibrated(noise_schedule or Constant(initial=1.), plan, rule,
-        target=_promised(self, target), accountant=self.accountant.accountant,
-        spent=tuple(self.accountant.events))
-    recipe = Recipe(clip_rule=rule, plan=plan, noise_schedule=noise_schedule,
-        bound_schedule=bound_schedule, loss_reduction=loss_reduction, kernels=kernels,
-        target=target)
-    return self.assemble(recipe, module, optimizer, data_loader, noise_generator)
+# %% ../../nbs/algorithms/privacy_engine.ipynb #ea51ea10
+def _noise_of(
+    ledger:Ledger, # What ran before on the same data, and the accountant that calibrates
+    noise_schedule:Schedule|None, # None for constant noise
+    noise_multiplier:float|None, # Its value at the first step
+    target:Target|None, # What all may spend
+    rule:ClipRule, # Its own queries are paid for too
+    plan:PoissonPlan, # How many steps, at which sample rate
+)->Schedule:
+    "The noise schedule that the arguments say together."
+    if target is not None:
+        if noise_multiplier is not None: raise ValueError("noise_multiplier must be left out with "
+            f"a target, which finds it, got noise_multiplier={noise_multiplier}")
+        return calibrated(noise_schedule or Constant(initial=1.), plan, rule, target=target,
+            accountant=ledger.accountant, spent=tuple(ledger.events))
+    if noise_schedule is None: return Constant(initial=_real("noise_multiplier", noise_multiplier))
+    if noise_multiplier not in (None, noise_schedule.initial):
+        raise ValueError("noise_multiplier must be left out or equal noise_schedule's initial "
+            f"{noise_schedule.initial}, got noise_multiplier={noise_multiplier}")
+    return noise_schedule
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #f9c1d5ae
 def _check_spent(ledger:Ledger, **parts): # Module and optimizer, in an engine's wrapping or not
@@ -405,6 +392,7 @@ def unwrapped(module, optimizer)->tuple: # (module, optimizer)
     return (module._module if isinstance(module, PrivateModule) else module,
         optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer)
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #aba73161
 def _warn_of_state(optimizer):
     "Say that a momentum from training without privacy is released by the first private step."
     held = sum(isinstance(x, torch.Tensor) and x.dim()>0 and bool(x.any())
@@ -414,6 +402,7 @@ def _warn_of_state(optimizer):
         "steps, such as momentum: without privacy, they hold raw gradients, which the first "
         "private step releases; make a new optimizer", stacklevel=4)
 
+# %% ../../nbs/algorithms/privacy_engine.ipynb #abbde380
 @patch
 def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of noise, and of batches
     "Where random bits come from."

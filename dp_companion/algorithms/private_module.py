@@ -11,6 +11,7 @@ import operator
 import warnings
 from functools import partial
 import torch
+from fastcore.basics import patch
 from torch import nn, Tensor
 from .loss_reading import LossReading, LossTrace
 from .nested_tensors import Arguments, batch_size_of, call_model
@@ -63,6 +64,12 @@ class PrivateModule(nn.Module):
         self.private_step, self.loss_reduction = private_step, loss_reduction
         self._fixed = [] # Class weights and their like, as an earlier look at the loss found them
 
+    def __getattr__(self, name):
+        try: return super().__getattr__(name)
+        except AttributeError:
+            if name=="_module": raise
+            return getattr(self._module, name)
+
     @torch._disable_dynamo # Runs as Python where a caller compiles the module
     def forward(self, *args, **kwargs):
         inputs, state = Arguments(args, kwargs), self.private_step.spot_check.state
@@ -72,53 +79,66 @@ class PrivateModule(nn.Module):
         with state.held(self.private_step.spot_check.is_due(batch_size)):
             return self._recorded(inputs, batch_size)
 
-    def _recorded(self, inputs:Arguments, batch_size:int):
-        recorder, spot_check = self.private_step.recorder, self.private_step.spot_check
-        if recorder.is_filled:
-            raise ValueError("optimizer.step must follow every loss.backward, got a second "
-                             "forward pass in between; for batches " "larger than memory use "
-                             "opacus.utils.batch_memory_manager.BatchMemoryManager")
-        check_trainable(self._module, recorder.slots, thorough=spot_check.is_due(batch_size))
-        if not batch_size: return self._empty(inputs)
-        if spot_check.is_due(batch_size):
-            losses_of = partial(_random_sums, warns=not any(spot_check.passes))
-            spot_check.look(losses_of, inputs, recorder.flat.new_zeros(batch_size))
-            spot_check.look_at_losses(inputs, batch_size)
-        spot_check.count(batch_size)
-        output = recorder.record(inputs, batch_size, divisor=None)
-        recorder.trace = LossTrace(batch_size, self._take, is_looking=spot_check.is_looking,
-                                   fixed=self._fixed)
-        return recorder.trace.traced(output)
+# %% ../../nbs/algorithms/private_module.ipynb #692e5d6c
+@patch
+def _recorded(self:PrivateModule, inputs:Arguments, batch_size:int):
+    recorder, spot_check = self.private_step.recorder, self.private_step.spot_check
+    if recorder.is_filled:
+        raise ValueError("optimizer.step must follow every loss.backward, got a second "
+                         "forward pass in between; for batches " "larger than memory use "
+                         "opacus.utils.batch_memory_manager.BatchMemoryManager")
+    check_trainable(self._module, recorder.slots, thorough=spot_check.is_due(batch_size))
+    if not batch_size: return self._empty(inputs)
+    if spot_check.is_due(batch_size):
+        losses_of = partial(_random_sums, warns=not any(spot_check.passes))
+        spot_check.look(losses_of, inputs, recorder.flat.new_zeros(batch_size))
+        spot_check.look_at_losses(inputs, batch_size)
+    spot_check.count(batch_size)
+    output = recorder.record(inputs, batch_size, divisor=None)
+    recorder.trace = LossTrace(batch_size, self._take, is_looking=spot_check.is_looking,
+                               fixed=self._fixed)
+    return recorder.trace.traced(output)
 
-    def _take(self, reading:LossReading, losses:list):
-        "Take what the loop's loss divides by, if it is what was announced."
-        said = self.loss_reduction
-        if reading.is_mean is not None and reading.is_mean!=(said=="mean"):
-            raise ValueError(f"loss_reduction must be what the loop's loss does over the batch, "
-                             f"got loss_reduction={said!r} for a "
-                             f"{'mean' if reading.is_mean else 'sum'}; change one of them")
-        self.private_step.recorder.divisor = reading.divisor
-        self.private_step.recorder.take_common(losses)
+# %% ../../nbs/algorithms/private_module.ipynb #168c675f
+@patch
+def _take(self:PrivateModule, reading:LossReading, losses:list):
+    "Take what the loop's loss divides by, if it is what was announced."
+    said = self.loss_reduction
+    if reading.is_mean is not None and reading.is_mean!=(said=="mean"):
+        raise ValueError(f"loss_reduction must be what the loop's loss does over the batch, "
+                         f"got loss_reduction={said!r} for a "
+                         f"{'mean' if reading.is_mean else 'sum'}; change one of them")
+    self.private_step.recorder.divisor = reading.divisor
+    self.private_step.recorder.take_common(losses)
 
-    def _empty(self, inputs:Arguments): # The module's output for no rows
-        recorder = self.private_step.recorder
-        recorder.clear()
-        recorder.batch_size = 0
-        def called(rows): return call_model(self._module, mapped(partial(_with_rows, rows), inputs))
-        with kept_randomness(recorder.flat.device):
-            three = called(3)
-        return _emptied(called(2), three) # Not one row, whose dimension a module may drop
+# %% ../../nbs/algorithms/private_module.ipynb #9cc2e62c
+@patch
+def _empty(self:PrivateModule, inputs:Arguments): # The module's output for no rows
+    recorder = self.private_step.recorder
+    recorder.clear()
+    recorder.batch_size = 0
+    def called(rows): return call_model(self._module, mapped(partial(_with_rows, rows), inputs))
+    with kept_randomness(recorder.flat.device):
+        three = called(3)
+    return _emptied(called(2), three) # Not one row, whose dimension a module may drop
 
-    def __getattr__(self, name):
-        try: return super().__getattr__(name)
-        except AttributeError:
-            if name=="_module": raise
-            return getattr(self._module, name)
+# %% ../../nbs/algorithms/private_module.ipynb #5e2e8c4b
+# For averages of weights; not recorded
+@patch
+def __deepcopy__(self:PrivateModule, memo): return copy.deepcopy(self._module, memo)
 
-    # For averages of weights; not recorded
-    def __deepcopy__(self, memo): return copy.deepcopy(self._module, memo)
-    def __copy__(self): return self._module
-    # What is recorded is raw
-    def __reduce_ex__(self, protocol): return operator.getitem, ((copy.deepcopy(self),), 0)
-    def state_dict(self, *args, **kwargs): return self._module.state_dict(*args, **kwargs)
-    def load_state_dict(self, *args, **kwargs): return self._module.load_state_dict(*args, **kwargs)
+@patch
+def __copy__(self:PrivateModule): return self._module
+
+# What is recorded is raw
+@patch
+def __reduce_ex__(self:PrivateModule, protocol):
+    return operator.getitem, ((copy.deepcopy(self),), 0)
+
+@patch
+def state_dict(self:PrivateModule, *args, **kwargs):
+    return self._module.state_dict(*args, **kwargs)
+
+@patch
+def load_state_dict(self:PrivateModule, *args, **kwargs):
+    return self._module.load_state_dict(*args, **kwargs)

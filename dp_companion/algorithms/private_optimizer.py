@@ -35,8 +35,26 @@ def _refuse_setting(name:str, schedule:str, value):
 def _fixed(name, get, by="an argument"): # A property that only make_private sets
     return property(get, lambda self, value: _refuse_setting(name, by, value))
 
+# %% ../../nbs/algorithms/private_optimizer.ipynb #07819f12
+class _Settings(torch.optim.Optimizer):
+    "What can be read of a private optimizer; only `make_private` sets it."
+    steps_taken = property(lambda self: self.batches.steps_taken, doc="Steps so far.")
+    epoch = property(lambda self: self.batches.epoch, doc="Epoch of the next step, from 0.")
+    expected_batch_size = _fixed("expected_batch_size",
+        lambda self: self.batches.plan.expected_batch_size)
+    clip_rule = _fixed("clip_rule", lambda self: self.private_step.clip_rule)
+    noise_schedule = _fixed("noise_schedule", lambda self: self._noise_schedule)
+    bound_schedule = _fixed("bound_schedule", lambda self: self._bound_schedule)
+    noise_multiplier = _fixed("noise_multiplier", lambda self: self.at(self._noise_schedule),
+        "noise_schedule")
+    max_grad_norm = _fixed("max_grad_norm", lambda self: self.clip_rule.max_grad_norm,
+        "bound_schedule")
+    param_groups = property(lambda self: self.original_optimizer.param_groups)
+    state = property(lambda self: self.original_optimizer.state)
+    defaults = property(lambda self: self.original_optimizer.defaults)
+
 # %% ../../nbs/algorithms/private_optimizer.ipynb #9bd0f7b8
-class PrivateOptimizer(torch.optim.Optimizer):
+class PrivateOptimizer(_Settings):
     "The user's optimizer, stepping on private gradients."
     def __init__(self,
         private_step:PrivateStep, # Whose gradients the loop records
@@ -57,24 +75,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # Whoever else is given it can see what it has spent
         self.original_optimizer.privacy_ledger = ledger
         batches.listeners.append(self.drop)
-    steps_taken = property(lambda self: self.batches.steps_taken, doc="Steps so far.")
-    epoch = property(lambda self: self.batches.epoch, doc="Epoch of the next step, from 0.")
-    expected_batch_size = _fixed("expected_batch_size",
-        lambda self: self.batches.plan.expected_batch_size)
-    clip_rule = _fixed("clip_rule", lambda self: self.private_step.clip_rule)
-    noise_schedule = _fixed("noise_schedule", lambda self: self._noise_schedule)
-    bound_schedule = _fixed("bound_schedule", lambda self: self._bound_schedule)
-    noise_multiplier = _fixed("noise_multiplier", lambda self: self.at(self._noise_schedule),
-        "noise_schedule")
-    max_grad_norm = _fixed("max_grad_norm", lambda self: self.clip_rule.max_grad_norm,
-        "bound_schedule")
-    param_groups = property(lambda self: self.original_optimizer.param_groups)
-    state = property(lambda self: self.original_optimizer.state)
-    defaults = property(lambda self: self.original_optimizer.defaults)
 
-    def __reduce_ex__(self, protocol): raise TypeError("a private optimizer must not be copied or "
-        "pickled, since steps of the copy would be accounted nowhere; use save_checkpoint of its "
-        "PrivacyEngine")
+# %% ../../nbs/algorithms/private_optimizer.ipynb #f5bff43e
+@patch
+def __reduce_ex__(self:PrivateOptimizer, protocol):
+    raise TypeError("a private optimizer must not be copied or pickled, since steps of the copy "
+        "would be accounted nowhere; use save_checkpoint of its PrivacyEngine")
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #c913c26a
 @patch
@@ -216,6 +222,7 @@ def _step_supports_amp_scaling(self:PrivateOptimizer):
         "raw gradients, got one; leave it out, since layers compute in their parameters' own "
         "precision")
 
+# %% ../../nbs/algorithms/private_optimizer.ipynb #b6bc4665
 @patch
 def state_dict(self:PrivateOptimizer): return self.original_optimizer.state_dict()
 

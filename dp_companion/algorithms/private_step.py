@@ -82,6 +82,7 @@ def check_parameters(module:nn.Module, optimizer):
                          f"{len(theirs-ours)} that are not the module's; freeze what is not "
                          "to be trained by requires_grad_(False)")
 
+# %% ../../nbs/algorithms/private_step.ipynb #e7b72330
 def check_trainable(
     model:nn.Module,
     slots:dict, # Parameter -> Slot, of when the step was built
@@ -101,6 +102,7 @@ def check_trainable(
                          f"with, got {len(now-set(slots))} more and "
                          f"{len(set(slots)-now)} fewer; build a new one after requires_grad_")
 
+# %% ../../nbs/algorithms/private_step.ipynb #cf5389b6
 def _check_groups(groups:Tensor|None, batch_size:int):
     "Refuse labels that do not fit the batch."
     if not isinstance(groups, Tensor|None):
@@ -131,22 +133,23 @@ class PrivateStep:
         self.model = model.module if self.is_distributed else model
         check_parameters(self.model, optimizer)
         check_model(self.model)
-        self.optimizer, self.clip_rule, self.expected_batch_size = (optimizer, clip_rule,
-            expected_batch_size)
-        self.noise_multiplier, self.max_physical_batch_size = (noise_multiplier,
-            max_physical_batch_size)
+        self.optimizer, self.clip_rule = optimizer, clip_rule
+        self.expected_batch_size, self.noise_multiplier = expected_batch_size, noise_multiplier
+        self.max_physical_batch_size = max_physical_batch_size
         # A loop may seed torch's own again, which would draw the same noise twice
-        if generator is None and not secure_noise:
-            generator = seeded_by_torch()
+        if generator is None and not secure_noise: generator = seeded_by_torch()
         self.noise, self.is_begun = GaussianNoise(generator=generator, secure=secure_noise), False
         self.is_stepping = False # Whether the optimizer's own step is this one's
         self.recorder = GradientRecorder(self.model, kernels=kernels)
         self.spot_check = SpotCheck(self.model, self.recorder)
-    @property
-    def counts_first(self)->bool: return getattr(self.clip_rule, "counts_first", False)
-    @property
-    # Layer name -> kernel, to be recorded, and pinned in a run that must repeat to the bit
-    def kernels(self)->dict: return dict(self.recorder.kernels)
+
+# %% ../../nbs/algorithms/private_step.ipynb #2c48e24a
+@patch(as_prop=True)
+def counts_first(self:PrivateStep)->bool: return getattr(self.clip_rule, "counts_first", False)
+
+@patch(as_prop=True)
+# Layer name -> kernel, to be recorded, and pinned in a run that must repeat to the bit
+def kernels(self:PrivateStep)->dict: return dict(self.recorder.kernels)
 
 # %% ../../nbs/algorithms/private_step.ipynb #6b0d3632
 @patch
@@ -308,6 +311,7 @@ def finish(self:PrivateStep)->StepReport:
                       noise_std=self.noise_std, nonprivate_norms=norms, nonprivate_scales=scales,
                       nonprivate_losses=losses)
 
+# %% ../../nbs/algorithms/private_step.ipynb #88657483
 @patch
 def _step_optimizer(self:PrivateStep):
     "Step on the private gradient, and on nothing else."

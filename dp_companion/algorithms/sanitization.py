@@ -31,18 +31,15 @@ class SanitizationLayer(nn.Module):
     def __init__(self,
         width:int, # n, elements of a row; >= 1
         clip:float, # C, bound on each element; finite, > 0
-        # sigma; noise std of one element is sigma*C*sqrt(n(1-p)); finite, > 0
-        noise_multiplier:float,
+        noise_multiplier:float, # sigma; an element's noise std is sigma*C*sqrt(n(1-p)); finite, > 0
         dropout:float=0., # p, probability that an element is dropped; in [0, 1)
         dropout_position:Literal["before","after"]="after", # Of the noise: the paper says both
         generator:torch.Generator|None=None, # Of noise and dropout; torch's global one where None
-        # Elements are clipped to [-C, C], or to [0, C]
-        rows:Literal["symmetric","nonnegative"]="symmetric",
+        rows:Literal["symmetric","nonnegative"]="symmetric", # Clipped to [-C, C] or to [0, C]
     ):
         super().__init__()
-        # checks them all
         RowRelease(width=width, noise_multiplier=noise_multiplier, releases=1, dropout=dropout,
-            dropout_position=dropout_position, rows=rows)
+            dropout_position=dropout_position, rows=rows) # Checks them all
         self.width, self.noise_multiplier, self.dropout, self.dropout_position = (width,
             noise_multiplier, dropout, dropout_position)
         self.clip, self.generator, self.rows = clip, generator, rows
@@ -53,14 +50,15 @@ class SanitizationLayer(nn.Module):
     def clip(self)->float: # C, finite, > 0
         "The bound on each element; may be set between epochs."
         return self._clip
+
     @clip.setter
-    def clip(self,
-        value:float, # C, units of the elements; finite, > 0
-    ): self._clip = float(_real("clip", value))
-    @property
-    def grid(self)->float: # A power of two, in units of the elements
-        "The step between values that can be released (Mironov 2012)."
-        return 2.**(math.floor(math.log2(self.clip)) - 20)
+    def clip(self, value:float): self._clip = float(_real("clip", value))
+
+# %% ../../nbs/algorithms/sanitization.ipynb #b5f5bc95
+@patch(as_prop=True)
+def grid(self:SanitizationLayer)->float: # A power of two, in units of the elements
+    "The step between values that can be released (Mironov 2012)."
+    return 2.**(math.floor(math.log2(self.clip)) - 20)
 
 # %% ../../nbs/algorithms/sanitization.ipynb #deaca896
 @patch
@@ -205,6 +203,7 @@ def _first_stages(stages, **kwargs):
         if isinstance(layer, nn.ReLU): layer.inplace = False
     return network
 
+# %% ../../nbs/algorithms/sanitization.ipynb #193afba3
 def sanitization_resnet18(
     *,
     # A `SanitizationLayer` of the width that `stages` gives, or `nn.Identity()`

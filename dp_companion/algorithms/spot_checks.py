@@ -72,6 +72,7 @@ def _watched(model:nn.Module, check): # `check` is shown the gradient of every l
         for handle in handles:
             handle.remove()
 
+# %% ../../nbs/algorithms/spot_checks.ipynb #c1be18cd
 # None where it reaches no parameter
 def _gradient_of(model:nn.Module, parameters:list, losses_of, k:int)->tuple:
     "Sample k's gradient; an error if another sample has a part in it."
@@ -138,6 +139,7 @@ def _check_direction(recorder, true:tuple): # The sum in its buffer is used up
                          f"{away/size:.2g} of its norm away: "
                          f"{_MISSED}, nor may a layer keep its batch as an attribute")
 
+# %% ../../nbs/algorithms/spot_checks.ipynb #8b55c317
 # (batch,) norms; k's gradient is in `recorder.flat`
 def _record_alone(recorder, losses_of, k:int)->Tensor:
     "Sum a batch in which only sample k has weight."
@@ -191,6 +193,7 @@ def _is_kept(now:Tensor|None, x:Tensor, version:int, value:Tensor|None)->bool:
     if value is None: return now is x and now._version==version
     return now is not None and is_same(now, value)
 
+# %% ../../nbs/algorithms/spot_checks.ipynb #d67aa08c
 def _put_back(home:dict, key:str, value:Tensor):
     "Put a value back: in its own memory, unless it has another shape or kind."
     now = home[key]
@@ -226,26 +229,29 @@ class UnchangedState:
         return (x, x._version, x.detach().clone() if thorough or not isinstance(x, nn.Parameter)
                 else None)
 
-    def _check(self, before:dict, thorough:bool):
-        "Put back what has changed, as far as its value is known, and name the first."
-        now = {name: home.get(key) for name, (home, key) in self.places.items()}
-        changed = [name for name, kept in before.items() if not _is_kept(now[name], *kept)]
-        for name in changed:
-            if now[name] is not None and before[name][-1] is not None:
-                _put_back(*self.places[name], before[name][-1])
-        wrong = ({name: before[name][0] for name in changed}
-                 | (self._born(before) if thorough else {}))
-        for name, x in wrong.items():
-            kind = "frozen parameter" if isinstance(x, nn.Parameter) else "buffer"
-            raise ValueError(f"no {kind} may change in a private step, got a change of {name!r}: "
-                             "it holds statistics of the " "raw data, without noise")
+# %% ../../nbs/algorithms/spot_checks.ipynb #e012b5b6
+@patch
+def _check(self:UnchangedState, before:dict, thorough:bool):
+    "Put back what has changed, as far as its value is known, and name the first."
+    now = {name: home.get(key) for name, (home, key) in self.places.items()}
+    changed = [name for name, kept in before.items() if not _is_kept(now[name], *kept)]
+    for name in changed:
+        if now[name] is not None and before[name][-1] is not None:
+            _put_back(*self.places[name], before[name][-1])
+    wrong = ({name: before[name][0] for name in changed}
+             | (self._born(before) if thorough else {}))
+    for name, x in wrong.items():
+        kind = "frozen parameter" if isinstance(x, nn.Parameter) else "buffer"
+        raise ValueError(f"no {kind} may change in a private step, got a change of {name!r}: "
+                         "it holds statistics of the " "raw data, without noise")
 
-    def _born(self, before:dict)->dict: # Name -> tensor
-        "Buffers and frozen parameters that came inside and would be saved; they are removed."
-        places = {name: place for name, place in _untrained(self.model).items()
-                  if name not in before}
-        saved = self.model.state_dict() if places else () # Others may be caches
-        return {name: home.pop(key) for name, (home, key) in places.items() if name in saved}
+@patch
+def _born(self:UnchangedState, before:dict)->dict: # Name -> tensor
+    "Buffers and frozen parameters that came inside and would be saved; they are removed."
+    places = {name: place for name, place in _untrained(self.model).items()
+              if name not in before}
+    saved = self.model.state_dict() if places else () # Others may be caches
+    return {name: home.pop(key) for name, (home, key) in places.items() if name in saved}
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #9135f943
 class SpotCheck:
@@ -264,37 +270,42 @@ class SpotCheck:
         self.is_looking = self.is_due(samples)
         self.passes = tuple(n+(several==(samples>1)) for several, n in enumerate(self.passes))
 
-    def look(self,
-        losses_of, # (model, inputs, targets) -> losses (batch,), from a forward pass of its own
-        inputs, targets, # Batch first
-    ):
-        "Refuse a model or a loss in which samples meet, or that the recorder does not see whole."
-        n, parameters = len(targets), list(self.recorder.slots)
-        k = self.sample(n)
-        def losses(model, inputs=inputs, targets=targets):
-            return losses_of(model, mapped(_own_copy, inputs), targets)
-        # Others may not be finite
-        def of_copies(model): return losses(model, *_copies((inputs, targets), k, n))
-        def gradient(of): return self._drawn(lambda model: _gradient_of(model, parameters, of, k))
-        def loss(inputs, targets):
-            return self._drawn(lambda model: losses(model, inputs, targets)[k].double().item())
-        gradient(losses)
-        if not _is_alone(loss, inputs, targets, k) or (size := _norm_of(gradient(of_copies)))==0:
-            return
-        recorder, norms = self._drawn(lambda model: self._recorded(model, losses, n, k))
-        _check_norm(norms[k].item(), size, _slack(norms.dtype))
-        # Once more: it was not kept, for memory
-        if norms[k].isfinite():
-            _check_direction(recorder, gradient(of_copies))
+# %% ../../nbs/algorithms/spot_checks.ipynb #701339aa
+@patch
+def look(self:SpotCheck,
+    losses_of, # (model, inputs, targets) -> losses (batch,), from a forward pass of its own
+    inputs, targets, # Batch first
+):
+    "Refuse a model or a loss in which samples meet, or that the recorder does not see whole."
+    n, parameters = len(targets), list(self.recorder.slots)
+    k = self.sample(n)
+    def losses(model, inputs=inputs, targets=targets):
+        return losses_of(model, mapped(_own_copy, inputs), targets)
+    # Others may not be finite
+    def of_copies(model): return losses(model, *_copies((inputs, targets), k, n))
+    def gradient(of): return self._drawn(lambda model: _gradient_of(model, parameters, of, k))
+    def loss(inputs, targets):
+        return self._drawn(lambda model: losses(model, inputs, targets)[k].double().item())
+    gradient(losses)
+    if not _is_alone(loss, inputs, targets, k) or (size := _norm_of(gradient(of_copies)))==0:
+        return
+    recorder, norms = self._drawn(lambda model: self._recorded(model, losses, n, k))
+    _check_norm(norms[k].item(), size, _slack(norms.dtype))
+    # Once more: it was not kept, for memory
+    if norms[k].isfinite():
+        _check_direction(recorder, gradient(of_copies))
 
-    def _drawn(self, use): # `use(copy of the model)`
-        with kept_randomness(self.recorder.flat.device): return use(_copy_of(self.model))
+# %% ../../nbs/algorithms/spot_checks.ipynb #4b5e799c
+@patch
+def _drawn(self:SpotCheck, use): # `use(copy of the model)`
+    with kept_randomness(self.recorder.flat.device): return use(_copy_of(self.model))
 
-    def _recorded(self, model, losses, n:int, k:int)->tuple: # (recorder, norms)
-        recorder = _like(self.recorder, model)
-        def recorded(recorder):
-            return losses(lambda *args, **kwargs: recorder.record(Arguments(args, kwargs), n))
-        return recorder, _record_alone(recorder, recorded, k)
+@patch
+def _recorded(self:SpotCheck, model, losses, n:int, k:int)->tuple: # (recorder, norms)
+    recorder = _like(self.recorder, model)
+    def recorded(recorder):
+        return losses(lambda *args, **kwargs: recorder.record(Arguments(args, kwargs), n))
+    return recorder, _record_alone(recorder, recorded, k)
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #0c26573e
 def _scalars(output)->list: # Tensors
@@ -310,6 +321,7 @@ def _like(recorder:GradientRecorder, model)->GradientRecorder:
     new.book._find_layers()
     return new
 
+# %% ../../nbs/algorithms/spot_checks.ipynb #cf1eaf93
 # `weights`: (divisors) -> (samples,). The sum is in the recorder's `flat`
 def _weighted_parts(model, inputs, samples:int, weights,
                     like:GradientRecorder)->GradientRecorder|None:

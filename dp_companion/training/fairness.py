@@ -80,24 +80,3 @@ def macro_roc_auc(
     odds = _class_log_odds(logits.double()).numpy()
     areas = [roc_auc_score((labels == k).numpy(), odds[:, k]) for k in range(logits.shape[1])]
     return float(np.mean(areas))
-
-# %% ../../nbs/training/fairness.ipynb #338f1565
-def _fairness_metrics(
-    logits:Tensor, # (n, classes) outputs on the test images
-    labels:Tensor, # (n,) true classes
-    class_names:Sequence=(), # Names of the classes; their numbers where empty
-)->dict: # accuracy, auc, and accuracy_group_<name> for each class; shares of 1
-    "Accuracy, macro ROC-AUC and the accuracy of each class, named as in Tables 7 to 12."
-    predictions, names = logits.argmax(1), list(class_names) or range(logits.shape[1])
-    if len(names) != logits.shape[1]:
-        raise ValueError(
-            f"class_names must be one for each of {logits.shape[1]} classes, got {len(names)}"
-        )
-    groups = {
-        f"accuracy_group_{names[m]}": share
-        for m, share in group_accuracies(predictions, labels).items()
-    }
-    return {
-        "accuracy": (predictions == labels).double().mean().item(),
-        "auc": macro_roc_auc(logits, labels), **groups
-    }

@@ -99,6 +99,7 @@ def _folded(network):
             setattr(part, norm, torch.nn.Identity())
     return network.to(memory_format=torch.channels_last)
 
+# %% ../../nbs/training/features.ipynb #54d7fd02
 def _efficientnet(
     side:int, # To which images are resized, in pixels
     groups:int, # Of the normalisation
@@ -134,6 +135,7 @@ class Extractor:
         versions = {name: version(name) for name in self.packages}
         return {"name": self.name, "settings": dict(self.settings), "versions": versions}
 
+# %% ../../nbs/training/features.ipynb #5fd2f3d5
 _FORMULA = ("Features: scattering, a formula of 2012 without any data (Bruna and Mallat); "
     "nothing in it was learned.")
 
@@ -190,6 +192,7 @@ def _batches(data:Dataset, size:int): # Pixels, `size` images at once
         for start in range(0, len(images), size):
             yield _pixels(images[start:start + size], data.name)
 
+# %% ../../nbs/training/features.ipynb #2eb33136
 @torch.no_grad()
 def _write_features(
     data:Dataset, # Whose images

@@ -6,6 +6,7 @@
 __all__ = ['Profile', 'specs_of', 'run_grid']
 
 # %% ../../nbs/training/grid.ipynb #73581db9
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 import torch
@@ -58,6 +59,17 @@ def named_profile(
     require(stands_for in profiles[name], "stands_for", known, stands_for)
     return profiles[name][stands_for]
 
+def values_of(
+    paper:str, # Its short name
+    methods:dict, # Of the paper: name to the values that it gives a run
+    profile:Profile, # Sizes
+    method:str, # A key of `methods`
+    **usual, # Values of every run of the paper, where its methods say nothing else
+)->dict: # Values of a run, all but multiplier, target, accounting and seed
+    "The values that a method of a paper gives a run."
+    require(method in methods, "method", f"one of {'; '.join(methods)}", method)
+    return {"paper": paper, "method": method, **profile.run_values, **usual, **methods[method]}
+
 # %% ../../nbs/training/grid.ipynb #ee694cc6
 def specs_of(
     profile:Profile, # Sizes
@@ -76,6 +88,31 @@ def specs_of(
             said |= build_method(**values).calibrated(next(found)) | {"target_epsilon": target}
         specs.append([run_spec(**said, seed=seed) for seed in range(profile.seeds)])
     return specs
+
+# %% ../../nbs/training/grid.ipynb #03a9a5f2
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    "The tables of a paper that train."
+    data:dict # Table to the paper's names of its data sets
+    profiles:dict # Of the paper: name to data set to sizes
+    cells:Callable|None=None # (sizes, table, profile) -> cells of `specs_of`; None: see `of_size`
+
+    def specs(self,
+        table:str, # A key of `data`
+        profile:str, # A key of `profiles`
+        runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
+    )->list: # RunSpecs
+        "The runs of a table, on each of its data sets that the profile has."
+        require(table in self.data, "table", f"one of {', '.join(self.data)}", table)
+        require(profile in self.profiles, "profile", f"one of {', '.join(self.profiles)}", profile)
+        sizes = self.profiles[profile]
+        return [spec for name in self.data[table] if name in sizes
+                for spec in self.of_size(sizes[name], table, profile, runs)]
+
+    def of_size(self, size, table, profile, runs)->list: # RunSpecs
+        "The runs of a table on one data set; a subclass may make them otherwise than from cells."
+        cells = self.cells(size, table, profile)
+        return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]
 
 # %% ../../nbs/training/grid.ipynb #fa3b6317
 def run_grid(

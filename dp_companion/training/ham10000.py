@@ -116,6 +116,7 @@ def _files(folder, image_ids):
         )
     return [files[name] for name in image_ids]
 
+# %% ../../nbs/training/ham10000.ipynb #fbfff9ef
 def _jpegs(folder):
     "All images, none twice."
     folders = [folder/name for name in _FOLDERS if (folder/name).is_dir()]

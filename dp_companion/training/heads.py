@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 import numpy as np
 import torch
+from fastcore.basics import patch
 from filelock import FileLock
 from torch import Tensor
 from ..algorithms.clipping import ClipRule, Flat
@@ -82,18 +83,23 @@ class HeadSpec:
         for name in ("momentum", "averaged"):
             value = getattr(self, name)
             require(0 <= value < 1, name, "in [0, 1)", value)
-    @property
-    def values(self)->dict: # Plain JSON values
-        "All that the spec says; schedules with the name of their kind."
-        return {name: _plain(value) for name, value in vars(self).items()}
-    @property
-    def name(self)->str: # 16 hexadecimal digits
-        "The hash of the values, numbers to six digits."
-        return digest(_named(self.values))[:16]
-    def plan(self, records:int)->PoissonPlan: # Of the training set
-        "The sampling."
-        return PoissonPlan(dataset_size=records, epochs=self.epochs,
-            expected_batch_size=self.expected_batch_size)
+
+# %% ../../nbs/training/heads.ipynb #dafc1f93
+@patch(as_prop=True)
+def values(self:HeadSpec)->dict: # Plain JSON values
+    "All that the spec says; schedules with the name of their kind."
+    return {name: _plain(value) for name, value in vars(self).items()}
+
+@patch(as_prop=True)
+def name(self:HeadSpec)->str: # 16 hexadecimal digits
+    "The hash of the values, numbers to six digits."
+    return digest(_named(self.values))[:16]
+
+@patch
+def plan(self:HeadSpec, records:int)->PoissonPlan: # Of the training set
+    "The sampling."
+    return PoissonPlan(dataset_size=records, epochs=self.epochs,
+        expected_batch_size=self.expected_batch_size)
 
 def _plain(value):
     return {"kind": value.kind, **asdict(value)} if isinstance(value, Schedule) else value
@@ -158,37 +164,46 @@ class _Head:
         self.packed, self.wide = (torch.empty(size, dtype=d) for d in (torch.half, torch.float))
         self.averages_from = self.plan.steps - int(spec.averaged*self.plan.steps)
 
-    def split(self, flat:Tensor)->tuple: # (classes, size) and (classes,)
-        "Weights and bias, as views."
-        cut = len(flat) - self.rows.classes
-        return flat[:cut].view(self.rows.classes, -1), flat[cut:]
-    def widened(self, at:Tensor)->Tensor: # (batch, size) float32, valid until the next call
-        "Some rows, through buffers that stay in the cache."
-        packed = torch.index_select(self.rows.train, 0, at, out=self.packed[:len(at)])
-        return self.wide[:len(at)].copy_(packed)
-    def account(self)->tuple: # The rule and the noise's standard deviation
-        "Write the next step down before its noise is drawn."
-        self.batches.check_step()
-        t, rule, std = self.batches.steps_taken, None, 0.
-        if self.sigmas is not None:
-            rule = Flat(max_grad_norm=self.bounds[t])
-            self.ledger.add_step(rule, self.sigmas[t], self.plan.sample_rate)
-            std = self.sigmas[t]*rule.sensitivity/self.plan.expected_batch_size
-        self.batches.begin_step()
-        return rule, std
-    def step(self, batch:list):
-        "One private step: account, draw the noise, add the clipped sum, descend."
-        rule, std = self.account()
-        gradient = self.noise.fill_(torch.empty_like(self.flat), std)
-        parts, weights = self.split(gradient), self.split(self.flat)
-        for at in self.rows.kept[batch].split(_BLOCK):
-            _add_clipped(parts, weights, self.widened(at), self.rows.labels[at], rule,
-                self.plan.expected_batch_size)
-        self.velocity.mul_(self.spec.momentum).add_(gradient)
-        self.flat.sub_(self.velocity, alpha=self.spec.learning_rate)
-        self.batches.end_step()
-        over = self.batches.steps_taken - self.averages_from
-        if over > 0: self.mean.lerp_(self.flat, 1/over)
+# %% ../../nbs/training/heads.ipynb #daa6594f
+@patch
+def split(self:_Head, flat:Tensor)->tuple: # (classes, size) and (classes,)
+    "Weights and bias, as views."
+    cut = len(flat) - self.rows.classes
+    return flat[:cut].view(self.rows.classes, -1), flat[cut:]
+
+@patch
+def widened(self:_Head, at:Tensor)->Tensor: # (batch, size) float32, valid until the next call
+    "Some rows, through buffers that stay in the cache."
+    packed = torch.index_select(self.rows.train, 0, at, out=self.packed[:len(at)])
+    return self.wide[:len(at)].copy_(packed)
+
+# %% ../../nbs/training/heads.ipynb #1d406ca0
+@patch
+def account(self:_Head)->tuple: # The rule and the noise's standard deviation
+    "Write the next step down before its noise is drawn."
+    self.batches.check_step()
+    t, rule, std = self.batches.steps_taken, None, 0.
+    if self.sigmas is not None:
+        rule = Flat(max_grad_norm=self.bounds[t])
+        self.ledger.add_step(rule, self.sigmas[t], self.plan.sample_rate)
+        std = self.sigmas[t]*rule.sensitivity/self.plan.expected_batch_size
+    self.batches.begin_step()
+    return rule, std
+
+@patch
+def step(self:_Head, batch:list):
+    "One private step: account, draw the noise, add the clipped sum, descend."
+    rule, std = self.account()
+    gradient = self.noise.fill_(torch.empty_like(self.flat), std)
+    parts, weights = self.split(gradient), self.split(self.flat)
+    for at in self.rows.kept[batch].split(_BLOCK):
+        _add_clipped(parts, weights, self.widened(at), self.rows.labels[at], rule,
+            self.plan.expected_batch_size)
+    self.velocity.mul_(self.spec.momentum).add_(gradient)
+    self.flat.sub_(self.velocity, alpha=self.spec.learning_rate)
+    self.batches.end_step()
+    over = self.batches.steps_taken - self.averages_from
+    if over > 0: self.mean.lerp_(self.flat, 1/over)
 
 # %% ../../nbs/training/heads.ipynb #1cac1a5c
 def _check_ledger(
@@ -202,6 +217,7 @@ def _check_ledger(
     raise RuntimeError(f"applied noise multipliers must equal the {head.plan.steps} accounted "
         f"ones, got {taken} that differ; this run certifies nothing")
 
+# %% ../../nbs/training/heads.ipynb #917fa311
 def _judged(
     head:_Head, # Trained
 )->dict: # Plain values
@@ -220,6 +236,7 @@ def _judged(
         "classes_said": len(said.unique()),
         "right": base64.b64encode(np.packbits(right.numpy())).decode()}
 
+# %% ../../nbs/training/heads.ipynb #a5ad66f0
 def _train_seed(spec, rows, seed)->dict:
     "One seed, from its first step to its last."
     head = _Head(spec, rows, seed)
@@ -269,6 +286,7 @@ class HeadRecord:
         found = [float(c["epsilon"]) for c in self.budget["certified"].values()]
         return min(found, default=float("inf"))
 
+# %% ../../nbs/training/heads.ipynb #d966b443
 def write_head(path:Path, record:HeadRecord):
     "Write a record with its digest."
     content = asdict(record)

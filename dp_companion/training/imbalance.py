@@ -6,66 +6,14 @@
 __all__ = ['public_class_weights', 'noisy_class_counts']
 
 # %% ../../nbs/training/imbalance.ipynb #2f4a0a4b
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import torch
 from torch import Tensor
 from ..algorithms.noise import GaussianNoise
 from ..budgets.events import MechanismEvent
-from .fairness import group_accuracies
 from .ham10000 import CLASSES, MAJORITY, PUBLISHED_COUNTS
 
 # %% ../../nbs/training/imbalance.ipynb #0237a566
-def _imbalance_metrics(
-    logits:Tensor, # (n, classes) outputs on the test images
-    labels:Tensor, # (n,) true classes
-    *,
-    majority:int=MAJORITY, # The majority class; all others are the minority group
-    class_names:Sequence=(), # Names of the classes; their numbers where empty
-)->dict: # accuracy, balanced_accuracy, matthews, accuracy_majority, accuracy_minority, by class
-    "The metrics of paper `sad` and of its reference [2]; shares of 1, matthews in [-1, 1]."
-    from sklearn.metrics import balanced_accuracy_score, matthews_corrcoef
-    _check_outputs(logits, labels)
-    predictions, names = logits.argmax(1), list(class_names) or range(logits.shape[1])
-    by_group = group_accuracies(predictions, labels, (labels != majority).long())
-    by_class = group_accuracies(predictions, labels)
-    return {
-        "accuracy": (predictions == labels).double().mean().item(),
-        "balanced_accuracy": float(balanced_accuracy_score(labels.numpy(), predictions.numpy())),
-        "matthews": float(matthews_corrcoef(labels.numpy(), predictions.numpy())),
-        **{f"accuracy_{('majority', 'minority')[g]}": share for g, share in by_group.items()},
-        **{f"accuracy_group_{names[k]}": share for k, share in by_class.items()}
-    }
-
-def _check_outputs(logits, labels):
-    if not len(logits) == len(labels) > 0:
-        raise ValueError(
-            f"logits must be as many as labels, at least one, got {len(logits)} and {len(labels)}"
-        )
-    if not logits.isfinite().all():
-        raise ValueError("logits must be finite, got an infinite or NaN value; check the losses")
-
-# %% ../../nbs/training/imbalance.ipynb #ef2c1230
-SAD_WEIGHTS = (.8, 1., 1., 1., 1., 1., 1.2) # by class number, in the code published with paper sad
-
-# %% ../../nbs/training/imbalance.ipynb #b1707967
-def public_class_weights(
-    counts:Mapping=PUBLISHED_COUNTS, # Class to its public number of images, by class number; > 0
-    *,
-    exponent:float=1., # a: 1 makes classes count alike, 0 leaves them, 1/2 is between; >= 0
-)->tuple: # One weight per class; the mean over images is 1
-    "Inverse-frequency class weights from public counts (@eq-class-weights, normalised)."
-    if not exponent >= 0: raise ValueError(f"exponent must be >= 0, got exponent={exponent}")
-    for name, count in counts.items():
-        if 0 < count < float("inf"): continue
-        raise ValueError(
-            f"every class must have a positive count, got {count} for {name}; leave the class "
-            "out or use noisy counts with a floor"
-        )
-    raw = {name: count**-exponent for name, count in counts.items()}
-    mean = sum(counts[name]*raw[name] for name in counts)/sum(counts.values())
-    return tuple(weight/mean for weight in raw.values())
-
-# %% ../../nbs/training/imbalance.ipynb #82dff3b8
 _SKIN = ("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224")
 # Data set to its minority group, by class number
 MINORITY = {
@@ -92,6 +40,27 @@ def group_metrics(
         "test_recall": float(recall_score(true, predicted, **macro)),
         "test_accuracy_majority": share(~rare), "test_accuracy_minority": share(rare)
     }
+
+# %% ../../nbs/training/imbalance.ipynb #ef2c1230
+SAD_WEIGHTS = (.8, 1., 1., 1., 1., 1., 1.2) # by class number, in the code published with paper sad
+
+# %% ../../nbs/training/imbalance.ipynb #b1707967
+def public_class_weights(
+    counts:Mapping=PUBLISHED_COUNTS, # Class to its public number of images, by class number; > 0
+    *,
+    exponent:float=1., # a: 1 makes classes count alike, 0 leaves them, 1/2 is between; >= 0
+)->tuple: # One weight per class; the mean over images is 1
+    "Inverse-frequency class weights from public counts (@eq-class-weights, normalised)."
+    if not exponent >= 0: raise ValueError(f"exponent must be >= 0, got exponent={exponent}")
+    for name, count in counts.items():
+        if 0 < count < float("inf"): continue
+        raise ValueError(
+            f"every class must have a positive count, got {count} for {name}; leave the class "
+            "out or use noisy counts with a floor"
+        )
+    raw = {name: count**-exponent for name, count in counts.items()}
+    mean = sum(counts[name]*raw[name] for name in counts)/sum(counts.values())
+    return tuple(weight/mean for weight in raw.values())
 
 # %% ../../nbs/training/imbalance.ipynb #d7335741
 def noisy_class_counts(

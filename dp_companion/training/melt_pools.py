@@ -14,21 +14,8 @@ import torch
 # %% ../../nbs/training/melt_pools.ipynb #b470adf6
 MELTING = 1650. # about where Ti-6Al-4V is liquid, in degrees Celsius
 _FRAME_SHAPE, CROP = (480, 752), 200 # rows and columns of a frame; side of the crop
-_FRAME_NAME = re.compile(r"t(\d+p?\d*)_x(-?\d+p?\d*)_y(-?\d+p?\d*)_z(-?\d+p?\d*)_layer(\d+)")
+_FRAME_NAME = re.compile(r"t\d+p?\d*_x-?\d+p?\d*_y-?\d+p?\d*_z-?\d+p?\d*_layer\d+")
 PORES = ("nonporous", "porous") # names of classes 0 and 1
-
-# %% ../../nbs/training/melt_pools.ipynb #843af991
-def _frame_position(
-    stem:str, # Name of a frame's file, without .csv
-)->dict: # t, x, y, z as in the name, and layer
-    "Time and position of a frame, from its name."
-    found = _FRAME_NAME.fullmatch(stem)
-    if found is None:
-        raise ValueError(
-            f"a frame must be named like t10p06_x0_y30p97_z0p51_layer2.csv, got {stem}.csv"
-        )
-    values = [float(value.replace("p", ".")) for value in found.groups()]
-    return dict(zip(("t", "x", "y", "z", "layer"), values))
 
 # %% ../../nbs/training/melt_pools.ipynb #12c8dad3
 def _melt_pool_crop(
@@ -145,6 +132,7 @@ def read_thinwall(
         "labels": torch.tensor(labels)
     }
 
+# %% ../../nbs/training/melt_pools.ipynb #488c794f
 def _check_files(folder, names, tables):
     if not names:
         raise ValueError(

@@ -201,6 +201,7 @@ def _timm():
         ) from None
     return timm
 
+# %% ../../nbs/training/models.ipynb #fa511594
 def _read_weights(path):
     "Every tensor of a safetensors file but the old classifier's; such a file holds no code."
     from safetensors.torch import load_file

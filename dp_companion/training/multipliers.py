@@ -82,6 +82,7 @@ def _calibrate_events(
     if found == 0 or found >= _LEAST_SPENT*target_epsilon: return sigma
     return _calibrate_spending(spent(1), target_epsilon, start=sigma, safe=sigma)
 
+# %% ../../nbs/training/multipliers.ipynb #7150f0a8
 def _certified_initial(
     shape:Schedule, # Its initial value is ignored
     plan:PoissonPlan, # How many steps, at which sample rate

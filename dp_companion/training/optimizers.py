@@ -99,7 +99,6 @@ def _cyclic(optimizer, learning_rate, steps):
 class _PublicPlateau:
     "Reduce on plateau, steered by a public loss only."
     threshold = 1e-4 # PyTorch's default: a smaller relative gain counts as none
-
     def __init__(self,
         optimizer:torch.optim.Optimizer, # Its rates are reduced in place
         *,

@@ -140,6 +140,7 @@ def _standard_error(
     parts = by_seed.var(ddof=1)/seeds, by_image.var(ddof=1)/images
     return math.sqrt(max(sum(parts) - rest, *parts))
 
+# %% ../../nbs/training/paired.ipynb #2bc87849
 def seeds_and_images(
     ours:np.ndarray, # (seeds, images) whether each test image was right
     theirs:np.ndarray, # The same of another method, with the same seeds and images

@@ -49,6 +49,7 @@ def rule_of_step(
     name = "strict_max_grad_norm" if hasattr(rule, "strict_max_grad_norm") else "max_grad_norm"
     return rule if getattr(rule, name) == bounds[step] else replace(rule, **{name: bounds[step]})
 
+# %% ../../nbs/training/planning.ipynb #a22b9b6e
 def check_step(
     report, # StepReport of a step
     rule:ClipRule, # That it scaled by

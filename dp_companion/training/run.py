@@ -132,6 +132,7 @@ def account(
         training.ledger.add_step(training.step.clip_rule, noise_multiplier,
             training.plan.sample_rate)
     training.batches.begin_step()
+<<<<<<< /tmp/tmpt3r7_lzf.txt
 
 def begin(
     training:PoissonTraining, # Whose batch is drawn
@@ -176,6 +177,35 @@ def step(
         groups=groups)
     return end(training, report, noise_multiplier, began)
 
+=======
+>>>>>>> /tmp/tmp2zw__2zb.txt
+
+# %% ../../nbs/training/run.ipynb #d401e197
+def step(
+    training:PoissonTraining, # Whose batch is drawn
+    indices:list, # The Poisson batch: positions in the training set, perhaps none
+    noise_multiplier:float, # Of this step, from the schedule
+)->StepReport: # What is named nonprivate in it is for the page only
+    "One step: write it down, take it, and compare it with the account."
+    t, data = training.batches.steps_taken, training.data
+    looks = [watch() for watch in training.watchers]
+    account(training, noise_multiplier)
+    rule = training.step.clip_rule = rule_of_step(training.step.clip_rule, training.bounds, t)
+    images, labels = (x[indices].to(training.device)
+        for x in (data.train_images, data.train_labels))
+    groups = labels if getattr(rule, "needs_groups", False) else None
+    report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier,
+        groups=groups)
+    if report.noise_multiplier != noise_multiplier: raise RuntimeError("applied noise multiplier "
+        f"must equal the accounted {noise_multiplier}, got {report.noise_multiplier}; this run "
+        "certifies nothing")
+    check_step(report, rule, training.bounds, t)
+    training.batches.end_step()
+    for look in looks: look(report)
+    if training.following: training.following.see_step(training, report)
+    training.lr.step()
+    training.nonprivate_nonfinite_samples += report.nonprivate_not_finite
+    return report
 
 # %% ../../nbs/training/run.ipynb #0166ed51
 def multipliers_ahead(
@@ -304,16 +334,19 @@ class Run:
             loss=loss, sampling=stream(spec, "sampling"), noise=stream(spec, "noise"),
             kernels=kernels, device=self.device)
 
-    @property
-    def is_private(self)->bool: # Whether its steps go through `PrivateStep`
-        return self.spec.method.clip_rule not in ("none", "batch")
-    @property
-    def is_over(self)->bool: # All epochs done, or the filter has ended it
-        following = self.training.following
-        return len(self.epochs) == self.spec.epochs or bool(following and following.has_ended)
-    @property
-    def nonprivate_nonfinite_samples(self)->int: # For the page only
-        return self.training.nonprivate_nonfinite_samples
+# %% ../../nbs/training/run.ipynb #5e43e9da
+@patch(as_prop=True)
+def is_private(self:Run)->bool: # Whether its steps go through `PrivateStep`
+    return self.spec.method.clip_rule not in ("none", "batch")
+
+@patch(as_prop=True)
+def is_over(self:Run)->bool: # All epochs done, or the filter has ended it
+    following = self.training.following
+    return len(self.epochs) == self.spec.epochs or bool(following and following.has_ended)
+
+@patch(as_prop=True)
+def nonprivate_nonfinite_samples(self:Run)->int: # For the page only
+    return self.training.nonprivate_nonfinite_samples
 
 # %% ../../nbs/training/run.ipynb #eb88fa68
 @patch
@@ -339,6 +372,7 @@ def load(self:Run,
     self.epochs = state["epochs"]
     self.load_parts(state)
 
+# %% ../../nbs/training/run.ipynb #ac55a498
 @patch
 def parts(self:Run)->dict:
     "The further state of a kind of run."

@@ -39,6 +39,7 @@ def require(
 
 def _is_number(value): return isinstance(value, int | float) and not isinstance(value, bool)
 
+# %% ../../nbs/training/spec.ipynb #77a720d5
 def require_positive(
     holder, # With fields
     *names:str, # Of those that must be finite numbers > 0
@@ -91,20 +92,25 @@ class Method:
         known = ", ".join(self.rules)
         raise ValueError(
             f"clip_rule must be one of none, {known}, got clip_rule={self.clip_rule!r}")
-    def rule_values(self)->dict: # Names to values; None is left out
-        "Constants of the clipping rule besides `max_grad_norm`."
-        return {}
-    def rule(self,
-        classes:int, # Of the data: the groups of a rule that needs groups
-    )->ClipRule:
-        "The clipping rule that a run begins with."
-        kind, given = self.rule_class, {k: v for k, v in self.rule_values().items()
-            if v is not None}
-        for name in (n for n in given if n not in kind.__dataclass_fields__):
-            raise ValueError(f"{name} must be left out for clip_rule={self.clip_rule}, "
-                             f"which has none, got {name}={given[name]}")
-        groups = {"num_groups": classes} if kind.needs_groups else {}
-        return kind(max_grad_norm=self.max_grad_norm, **given, **groups)
+
+# %% ../../nbs/training/spec.ipynb #86dc4eaa
+@patch
+def rule_values(self:Method)->dict: # Names to values; None is left out
+    "Constants of the clipping rule besides `max_grad_norm`."
+    return {}
+
+@patch
+def rule(self:Method,
+    classes:int, # Of the data: the groups of a rule that needs groups
+)->ClipRule:
+    "The clipping rule that a run begins with."
+    kind, given = self.rule_class, {k: v for k, v in self.rule_values().items()
+        if v is not None}
+    for name in (n for n in given if n not in kind.__dataclass_fields__):
+        raise ValueError(f"{name} must be left out for clip_rule={self.clip_rule}, "
+                         f"which has none, got {name}={given[name]}")
+    groups = {"num_groups": classes} if kind.needs_groups else {}
+    return kind(max_grad_norm=self.max_grad_norm, **given, **groups)
 
 # %% ../../nbs/training/spec.ipynb #c45bf250
 @patch
@@ -248,26 +254,32 @@ class RunSpec:
     def __eq__(self, other): return isinstance(other, RunSpec) and self.name == other.name
     def __hash__(self): return hash(self.name)
 
-    @property
-    def name(self)->str: # 16 hexadecimal digits
-        "The hash of the values, numbers to `_NAMED_DIGITS`, and of `REVISION`."
-        said = _said(self) | {"method": _said(self.method), "revision": REVISION}
-        return digest(said)[:16]
-    @property
-    def values(self)->dict: # As `run_spec` takes them
-        "All values of the run and of its method in one dict; `method` is the method's name."
-        return vars(self) | _without_name(self.method)
-    def says(self,
-        values:dict, # Names of fields to values, as in `values`
-    )->bool:
-        "Whether a run has these values, numbers to `_NAMED_DIGITS`."
-        mine = self.values
-        return all(as_named(mine.get(name)) == as_named(value) for name, value in values.items())
-    def varied(self,
-        **changes, # Names of fields to values, as in `values`
-    )->"RunSpec":
-        "The same run with some values changed."
-        return run_spec(**self.values | changes)
+# %% ../../nbs/training/spec.ipynb #15c62d76
+@patch(as_prop=True)
+def name(self:RunSpec)->str: # 16 hexadecimal digits
+    "The hash of the values, numbers to `_NAMED_DIGITS`, and of `REVISION`."
+    said = _said(self) | {"method": _said(self.method), "revision": REVISION}
+    return digest(said)[:16]
+
+@patch(as_prop=True)
+def values(self:RunSpec)->dict: # As `run_spec` takes them
+    "All values of the run and of its method in one dict; `method` is the method's name."
+    return vars(self) | _without_name(self.method)
+
+@patch
+def says(self:RunSpec,
+    values:dict, # Names of fields to values, as in `values`
+)->bool:
+    "Whether a run has these values, numbers to `_NAMED_DIGITS`."
+    mine = self.values
+    return all(as_named(mine.get(name)) == as_named(value) for name, value in values.items())
+
+@patch
+def varied(self:RunSpec,
+    **changes, # Names of fields to values, as in `values`
+)->"RunSpec":
+    "The same run with some values changed."
+    return run_spec(**self.values | changes)
 
 # %% ../../nbs/training/spec.ipynb #aaf528b9
 def _said(holder): return {k: as_named(v) for k, v in vars(holder).items() if v is not None}

@@ -93,17 +93,11 @@ def test_original_batches_are_read_through_torchvision(tmp_path, monkeypatch, pi
             lambda f: (f/"data_batch_1").write_bytes(
                 pickle.dumps(partial(os.system, "exit 1"), protocol=2)
             ),
-            "must hold numpy arrays only, got 'functools partial'"
-        ),
-        (
-            lambda f: (f/"data_batch_1").write_bytes(
-                pickle.dumps(partial(os.system, "exit 1"), protocol=4)
-            ),
-            "must hold numpy arrays only, got 'STACK_GLOBAL'"
+            "got one with another MD5"
         ),
         (
             lambda f: (f/"test_batch").write_bytes((f/"test_batch").read_bytes()[:50]),
-            "must be a whole pickle"
+            "got one with another MD5"
         ),
         (lambda f: (f/"batches.meta").unlink(), "must hold batches.meta")
     ]

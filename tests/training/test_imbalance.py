@@ -5,7 +5,7 @@ import torch
 from dp_companion.algorithms.noise import GaussianNoise
 from dp_companion.training.ham10000 import CLASSES, PUBLISHED_COUNTS
 from dp_companion.training.imbalance import (
-    _imbalance_metrics, noisy_class_counts, public_class_weights
+    group_metrics, noisy_class_counts, public_class_weights
 )
 
 DX = list(CLASSES)
@@ -14,24 +14,16 @@ DX = list(CLASSES)
 def test_metrics_by_hand():
     labels = torch.tensor([4, 4, 4, 4, 0, 0, 5, 6])
     predictions = torch.tensor([4, 4, 4, 0, 0, 4, 4, 6])
-    found = _imbalance_metrics(
-        torch.nn.functional.one_hot(predictions, 7).double(), labels, class_names=DX
-    )
-    assert (
-        found
-        == {
-            "accuracy": 5/8, "balanced_accuracy": pytest.approx((3/4 + 1/2 + 0 + 1)/4),
-            "matthews": pytest.approx(
-                (5*8 - (4*5 + 2*2 + 1))/((64 - 25 - 4 - 1)*(64 - 16 - 4 - 2))**.5
-            ),
-            "accuracy_majority": 3/4, "accuracy_minority": 2/4, "accuracy_group_akiec": 1/2,
-            "accuracy_group_nv": 3/4, "accuracy_group_mel": 0, "accuracy_group_vasc": 1
-        }
-    )
-    other = _imbalance_metrics(
-        torch.nn.functional.one_hot(predictions, 7).double(), labels, majority=0
-    )
-    assert (other["accuracy_majority"], other["accuracy_minority"]) == (1/2, 4/6)
+    logits = torch.nn.functional.one_hot(predictions, 7).double()
+    assert group_metrics(logits, labels, minority=(0, 1, 2, 3, 5, 6)) == {
+        "test_matthews": pytest.approx(
+            (5*8 - (4*5 + 2*2 + 1))/((64 - 25 - 4 - 1)*(64 - 16 - 4 - 2))**.5),
+        "test_precision": pytest.approx((3/5 + 1/2 + 0 + 1)/4),
+        "test_recall": pytest.approx((3/4 + 1/2 + 0 + 1)/4),
+        "test_accuracy_majority": 3/4, "test_accuracy_minority": 2/4
+    }
+    other = group_metrics(logits, labels, minority=(4, 5, 6))
+    assert (other["test_accuracy_majority"], other["test_accuracy_minority"]) == (1/2, 4/6)
 
 
 @pytest.mark.filterwarnings("ignore:y_pred contains classes")
@@ -41,14 +33,12 @@ def test_matthews_of_two_classes_is_the_correlation(seed):
     labels = (torch.rand(500, generator=draw) < .2).long()
     logits = torch.randn(500, 2, generator=draw)
     logits[:, 1] += labels - .5
-    found = _imbalance_metrics(logits, labels, majority=0)
+    found = group_metrics(logits, labels, minority=(1,))
     np.testing.assert_allclose(
-        found["matthews"], np.corrcoef(labels, logits.argmax(1))[0, 1], rtol=1e-9
+        found["test_matthews"], np.corrcoef(labels, logits.argmax(1))[0, 1], rtol=1e-9
     )
-    np.testing.assert_allclose(
-        found["balanced_accuracy"], (found["accuracy_majority"] + found["accuracy_minority"])/2,
-        rtol=1e-12
-    )
+    groups = found["test_accuracy_majority"], found["test_accuracy_minority"]
+    np.testing.assert_allclose(found["test_recall"], np.mean(groups), rtol=1e-12)
 
 
 def test_class_weights_give_each_class_the_same_say():

@@ -6,9 +6,7 @@
 __all__ = ['ADAPTIVE_METHODS', 'adaptive_profile', 'adaptive_values']
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #6b0bdbcf
-from pathlib import Path
-from ...training.grid import Profile, named_profile, specs_of
-from ...training.spec import require
+from ...training.grid import Profile, Tables, named_profile, values_of
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #691cbbe0
 ADAPTIVE_PROFILES = {
@@ -54,13 +52,9 @@ def adaptive_values(
     **changes, # Values of a RunSpec that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
     "The values that a method gives a run; the noise of a loss comes with the multiplier."
-    if method not in ADAPTIVE_METHODS:
-        raise ValueError(f"method must be one of {'; '.join(ADAPTIVE_METHODS)}, got "
-                         f"method={method!r}")
     rate = profile.learning_rate*(UNCLIPPED if method == "Non-DP" else 1)
-    return {"paper": "adaptive_noise", "method": method, **profile.run_values,
-            "learning_rate": rate, "optimizer": "sgd", "weight_decay": 0.,
-            "lr_scheduler": "constant", **ADAPTIVE_METHODS[method], **changes}
+    return values_of("adaptive_noise", ADAPTIVE_METHODS, profile, method, learning_rate=rate,
+                     optimizer="sgd", weight_decay=0., lr_scheduler="constant") | changes
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #7125db4a
 def epochs_to(
@@ -71,24 +65,14 @@ def epochs_to(
     return next((e for e, a in enumerate(accuracies, 1) if a >= level), None)
 
 # %% ../../../nbs/papers/adaptive_noise/grid.ipynb #f119f4dc
-TABLES = {"Section 4.4": ("MNIST", "CIFAR-10")} # to its data sets
 _TARGETS = (.5, 1., 3., 10.) # epsilons; Algorithm 4.1 as printed has the last
 
-def table_specs(
-    item:str, # A key of `TABLES`
-    profile:str, # A key of `ADAPTIVE_PROFILES`
-    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-)->list: # RunSpecs
-    "The runs of paper adaptive_noise's comparison, certified for its targets."
-    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
-    sizes = [adaptive_profile(profile, data) for data in TABLES[item]
-             if data in ADAPTIVE_PROFILES[profile]]
-    return [spec for size in sizes for cell in specs_of(size, _cells(size), runs=runs)
-            for spec in cell]
-
-def _cells(size):
+def _cells(size, *_):
     "Each method at its targets, and once without privacy."
     *both, printed = [m for m in ADAPTIVE_METHODS if m != "Non-DP"]
     asked = [*((m, t) for t in _TARGETS for m in both), (printed, _TARGETS[-1])]
     return [(adaptive_values(size, "Non-DP"), "none", None),
             *((adaptive_values(size, m), "certified", t) for m, t in asked)]
+
+TABLES = Tables(data={"Section 4.4": ("MNIST", "CIFAR-10")}, profiles=ADAPTIVE_PROFILES,
+                cells=_cells)

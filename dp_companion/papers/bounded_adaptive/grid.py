@@ -6,9 +6,7 @@
 __all__ = ['BOUNDED_METHODS', 'bounded_profile', 'bounded_values']
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #7c9e1eb3
-from pathlib import Path
-from ...training.grid import Profile, named_profile, specs_of
-from ...training.spec import require
+from ...training.grid import Profile, Tables, named_profile, values_of
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #13908c16
 BOUNDED_PROFILES = {"digits": {"Skewed MNIST": Profile(
@@ -37,23 +35,11 @@ def bounded_values(
     **changes, # Values that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
     "The values that a method of paper bounded_adaptive gives a run."
-    if method not in BOUNDED_METHODS:
-        raise ValueError(f"method must be one of {', '.join(BOUNDED_METHODS)}, got "
-                         f"method={method!r}")
-    ours = {"optimizer": "sgd", "weight_decay": 0., "lr_scheduler": "constant"}
-    return {"paper": "bounded_adaptive", "method": method, **profile.run_values, **ours,
-            **BOUNDED_METHODS[method], **changes}
+    return values_of("bounded_adaptive", BOUNDED_METHODS, profile, method, optimizer="sgd",
+                     weight_decay=0., lr_scheduler="constant") | changes
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #2a37964f
-TABLES = {"Skewed MNIST": "Skewed MNIST"} # to its data set
+def _cells(size, *_): # At a certified ε of 3
+    return [(bounded_values(size, m), "certified", 3.) for m in BOUNDED_METHODS]
 
-def table_specs(
-    item:str, # A key of `TABLES`
-    profile:str, # A key of `BOUNDED_PROFILES`
-    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-)->list: # RunSpecs
-    "The runs of paper bounded_adaptive's comparison at a certified ε of 3."
-    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
-    size = bounded_profile(profile, TABLES[item])
-    cells = [(bounded_values(size, m), "certified", 3.) for m in BOUNDED_METHODS]
-    return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]
+TABLES = Tables(data={"Skewed MNIST": ("Skewed MNIST",)}, profiles=BOUNDED_PROFILES, cells=_cells)

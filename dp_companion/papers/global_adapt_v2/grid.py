@@ -7,11 +7,10 @@ __all__ = ['PROFILES', 'METHODS', 'profile_named', 'method_values', 'method_spec
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #e250bc41
 from itertools import product
-from pathlib import Path
 from ...published import load
-from ...training.grid import Profile, named_profile, specs_of
+from ...training.grid import Profile, Tables, named_profile, specs_of, values_of
 from ...training.optimizers import PRINTED_AS
-from ...training.spec import ACCOUNTINGS, require
+from ...training.spec import ACCOUNTINGS
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #8b5aeb5e
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
@@ -123,15 +122,19 @@ def method_values(
     **changes, # Values that differ from the profile's and the method's
 )->dict: # Values of a run, all but multiplier, target, accounting and seed
     "The values that a method of paper `global_adapt_v2` gives a run."
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got method={method!r}")
-    values = {"paper": "global_adapt_v2", "method": method, **profile.run_values, **METHODS[method],
-              **changes}
+    values = values_of("global_adapt_v2", METHODS, profile, method) | changes
     if "decay_rate" not in changes: values = scaled_decay(values, PAPER_DROP/profile.drop_every)
     drops = values.get("decay") == "step" or "bound_decay_rate" in values
     return {"drop_every": profile.drop_every, **values} if drops else values
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #5a36e273
+def _method_cells(profile, targets, methods, accountings=ACCOUNTINGS, changes=None):
+    "Accounting by target by method; a method without privacy once."
+    said = {m: method_values(profile, m, **changes or {}) for m in methods}
+    plain = [(said["Non-DP"], "none", None)] if "Non-DP" in methods else []
+    return plain + [(said[m], a, t) for a, t, m in product(accountings, targets, methods)
+                    if m != "Non-DP"]
+
 def method_specs(
     profile:Profile, # Sizes
     *,
@@ -142,10 +145,7 @@ def method_specs(
     **places, # runs, workers: as for `specs_of`
 )->list: # RunSpecs: accounting by target by method by seed; runs without privacy once
     "The runs of a table of paper `global_adapt_v2`."
-    said = {m: method_values(profile, m, **changes or {}) for m in methods}
-    plain = [(said["Non-DP"], "none", None)] if "Non-DP" in methods else []
-    cells = plain + [(said[m], a, t) for a, t, m in product(accountings, targets, methods)
-                     if m != "Non-DP"]
+    cells = _method_cells(profile, targets, methods, accountings, changes)
     return [spec for cell in specs_of(profile, cells, **places) for spec in cell]
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #9c2b8c05
@@ -161,7 +161,7 @@ def sweep(
     "The values that each row of a table of paper `global_adapt_v2` changes."
     if item not in SWEPT.values():
         raise ValueError(f"item must be one of {', '.join(SWEPT.values())}, got item={item!r}")
-    printed = load().query("item == @item and metric == 'accuracy'")["setting"]
+    printed = load("global_adapt_v2").query("item == @item and metric == 'accuracy'")["setting"]
     changed = {setting: _changes(profile, *setting.split("=")) for setting in printed}
     return {setting: values for setting, values in changed.items() if values}
 
@@ -177,25 +177,18 @@ def _changes(profile, name, value):
     return {name: next(ours for ours, word in PRINTED_AS.items() if word == value)}
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #fd7b9175
-TABLES = {f"Table {number}": data for data, numbers in {
-    "MNIST": (4, 13, *range(16, 22)), "CIFAR-10": (5, 14), "CIFAR-100": (6, 15),
-    "Unbalanced MNIST": range(7, 13)}.items() for number in numbers} # to its data set
+def _cells(size, table, profile):
+    "The methods that the paper prints, in both accountings; a sweep has one target."
+    printed = set(load("global_adapt_v2").query("item == @table")["method"])
+    methods = tuple(m for m in METHODS if m in printed)
+    if table not in SWEPT.values(): return _method_cells(size, TARGETS[profile], methods)
+    return [(method_values(size, m, **changes), accounting, 1.) for m in methods
+            for changes in sweep(size, table).values() for accounting in ACCOUNTINGS]
 
-def table_specs(
-    item:str, # A key of `TABLES`
-    profile:str, # A key of `PROFILES`
-    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-)->list: # RunSpecs
-    "The runs of a table of paper `global_adapt_v2`."
-    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
-    size = profile_named(profile, TABLES[item])
-    printed = set(load().query("item == @item")["method"])
-    if item not in SWEPT.values():
-        return method_specs(size, targets=TARGETS[profile],
-                            methods=tuple(m for m in METHODS if m in printed), runs=runs)
-    cells = [(method_values(size, m, **changes), accounting, 1.) for m in printed
-             for changes in sweep(size, item).values() for accounting in ACCOUNTINGS]
-    return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]
+TABLES = Tables(profiles=PROFILES, cells=_cells, data={f"Table {number}": (data,)
+    for data, numbers in {"MNIST": (4, 13, *range(16, 22)), "CIFAR-10": (5, 14),
+                          "CIFAR-100": (6, 15), "Unbalanced MNIST": range(7, 13)}.items()
+    for number in numbers})
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #b6814c7c
 def of_profile(

@@ -6,15 +6,13 @@
 __all__ = ['SAD_METHODS', 'sad_profile', 'sad_values']
 
 # %% ../../../nbs/papers/sad/grid.ipynb #0b42c425
-from pathlib import Path
 import numpy as np
 from ...budgets.certified import certify
 from ...budgets.events import MechanismEvent
 from ...budgets.stages import exact_stage_lengths
 from ...budgets.units import certify_group, clipped_per_unit
 from ..global_adapt_v2.grid import scaled_decay
-from ...training.grid import Profile, named_profile, specs_of
-from ...training.spec import require
+from ...training.grid import Profile, Tables, named_profile, values_of
 
 # %% ../../../nbs/papers/sad/grid.ipynb #32683dcb
 def _sad(**sizes): return Profile(delta=1e-3, **sizes)
@@ -74,11 +72,8 @@ def sad_values(
     **changes, # Values of a RunSpec that differ from the profile's and the method's
 )->dict: # Values of a RunSpec, all but multiplier, target, accounting and seed
     "The values that a method of paper sad gives a run."
-    if method not in SAD_METHODS:
-        raise ValueError(f"method must be one of {'; '.join(SAD_METHODS)}, got method={method!r}")
-    values = {"paper": "sad", "method": method, **profile.run_values, "optimizer": "sgd",
-              "weight_decay": 0., "lr_scheduler": "constant", "max_grad_norm": _FINAL_BOUND,
-              **SAD_METHODS[method], **changes}
+    values = values_of("sad", SAD_METHODS, profile, method, optimizer="sgd", weight_decay=0.,
+                       lr_scheduler="constant", max_grad_norm=_FINAL_BOUND) | changes
     if method == "DP-SGD, larger rate": values["learning_rate"] *= mean_bound()
     if values.get("decay") == "step": values = {"drop_every": profile.drop_every, **values}
     if "decay_rate" not in changes: values = scaled_decay(values, _PAPER_EPOCHS/values["epochs"])
@@ -138,18 +133,13 @@ def by_unit(
                 images=images), delta=delta, accountants=accountants))}
 
 # %% ../../../nbs/papers/sad/grid.ipynb #92458a62
-TABLES = {"Table II": "HAM10000", **dict.fromkeys(SAD_SWEEPS, "HAM10000")} # to its data set
 _TARGETS = (3., 8., 16.) # epsilons of Table II; the others have the first
 
-def table_specs(
-    item:str, # A key of `TABLES`
-    profile:str, # A key of `SAD_PROFILES`
-    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-)->list: # RunSpecs
-    "The runs of a table or figure of paper sad, certified for its targets."
-    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
-    size = sad_profile(profile)
-    asked = ([("SAD-DPSGD", _TARGETS[0], changes) for changes in SAD_SWEEPS[item]]
-             if item in SAD_SWEEPS else [(m, t, {}) for t in _TARGETS for m in TABLE_II])
-    cells = [(sad_values(size, m, **changes), "certified", t) for m, t, changes in asked]
-    return [spec for cell in specs_of(size, cells, runs=runs) for spec in cell]
+def _cells(size, table, profile):
+    "The methods at their targets; a sweep changes SAD-DPSGD."
+    asked = ([("SAD-DPSGD", _TARGETS[0], changes) for changes in SAD_SWEEPS[table]]
+             if table in SAD_SWEEPS else [(m, t, {}) for t in _TARGETS for m in TABLE_II])
+    return [(sad_values(size, m, **changes), "certified", t) for m, t, changes in asked]
+
+TABLES = Tables(data=dict.fromkeys(("Table II", *SAD_SWEEPS), ("HAM10000",)),
+                profiles=SAD_PROFILES, cells=_cells)

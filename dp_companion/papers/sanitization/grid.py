@@ -17,8 +17,8 @@ from ...budgets.rdp import smallest_scale
 from ...budgets.released_rows import (RowRelease, calibrate_rows, claimed_rows,
                                                 sanitization_report)
 from ...budgets.schedules import Constant, PoissonPlan
-from ...training.grid import Profile, named_profile
-from ...training.spec import require, run_spec
+from ...training.grid import Profile, Tables, named_profile
+from ...training.spec import run_spec
 from ...training.planning import cached
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d12092db
@@ -154,6 +154,7 @@ def row_noise(
                                      rows="nonnegative"), target_epsilon=target_epsilon,
                                      delta=delta)
 
+# %% ../../../nbs/papers/sanitization/grid.ipynb #b0940a7a
 def _gradient_noise(
     rows:float, # sigma of the rows, which spend their part
     plan:PoissonPlan, # Of rows and of DP-SGD
@@ -212,6 +213,7 @@ _RATES = {"Frozen": ("sgd", .02), "Frozen, random": ("sgd", .02), "One release":
           "DP-SGD below": ("sgd", .5), "DP-SGD": ("sgd", .5)}
 def _rate(method): return dict(zip(("optimizer", "learning_rate"), _RATES[method]))
 
+# %% ../../../nbs/papers/sanitization/grid.ipynb #45349f0b
 def real_values(
     profile:LayerProfile, # Sizes
     method:str, # One of `REAL`
@@ -236,6 +238,7 @@ def real_values(
     return values | dict(layer_noise_multiplier=row_noise(profile.epochs, target_epsilon,
         profile.delta))
 
+# %% ../../../nbs/papers/sanitization/grid.ipynb #9e71f866
 def _dp_sgd_below(profile, target_epsilon, runs):
     "Part of the target for the rows, the rest for the gradients, all scaled to one norm."
     rows, plan = row_noise(profile.epochs, _ROWS_SHARE*target_epsilon,
@@ -263,6 +266,7 @@ def _plain_values(
                          accounting="certified", target_epsilon=target_epsilon,
                          noise_multiplier=noise)
 
+# %% ../../../nbs/papers/sanitization/grid.ipynb #8a953bc8
 def layer_specs(
     profile:LayerProfile, # Sizes
     *,
@@ -311,16 +315,9 @@ def sweep_specs(
                         else values)}
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #ce7dcebe
-TABLES = {"Table 2": ("MNIST",), "Table 3": ("CIFAR-10",),
-          "Table 4": ("CIFAR-10, ResNet-18",)} # to its data sets
+class _LayerTables(Tables):
+    "Tables whose noise is calibrated for the layer."
+    def of_size(self, size, table, profile, runs): return layer_specs(size, runs=runs)
 
-def table_specs(
-    item:str, # A key of `TABLES`
-    profile:str, # A key of `LAYER_PROFILES`
-    runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
-)->list: # RunSpecs
-    "The runs of a table of paper sanitization."
-    require(item in TABLES, "item", f"one of {', '.join(TABLES)}", item)
-    layer_profile(profile) # checks it
-    return [spec for data in TABLES[item] if data in LAYER_PROFILES[profile]
-            for spec in layer_specs(layer_profile(profile, data), runs=runs)]
+TABLES = _LayerTables(profiles=LAYER_PROFILES, data={
+    "Table 2": ("MNIST",), "Table 3": ("CIFAR-10",), "Table 4": ("CIFAR-10, ResNet-18",)})
