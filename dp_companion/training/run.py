@@ -132,8 +132,8 @@ def account(
         training.ledger.add_step(training.step.clip_rule, noise_multiplier,
             training.plan.sample_rate)
     training.batches.begin_step()
-<<<<<<< /tmp/tmpt3r7_lzf.txt
 
+# %% ../../nbs/training/run.ipynb #d401e197
 def begin(
     training:PoissonTraining, # Whose batch is drawn
     noise_multiplier:float, # Of this step, from the schedule
@@ -176,36 +176,6 @@ def step(
     report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier,
         groups=groups)
     return end(training, report, noise_multiplier, began)
-
-=======
->>>>>>> /tmp/tmp2zw__2zb.txt
-
-# %% ../../nbs/training/run.ipynb #d401e197
-def step(
-    training:PoissonTraining, # Whose batch is drawn
-    indices:list, # The Poisson batch: positions in the training set, perhaps none
-    noise_multiplier:float, # Of this step, from the schedule
-)->StepReport: # What is named nonprivate in it is for the page only
-    "One step: write it down, take it, and compare it with the account."
-    t, data = training.batches.steps_taken, training.data
-    looks = [watch() for watch in training.watchers]
-    account(training, noise_multiplier)
-    rule = training.step.clip_rule = rule_of_step(training.step.clip_rule, training.bounds, t)
-    images, labels = (x[indices].to(training.device)
-        for x in (data.train_images, data.train_labels))
-    groups = labels if getattr(rule, "needs_groups", False) else None
-    report = training.step(training.loss, images, labels, noise_multiplier=noise_multiplier,
-        groups=groups)
-    if report.noise_multiplier != noise_multiplier: raise RuntimeError("applied noise multiplier "
-        f"must equal the accounted {noise_multiplier}, got {report.noise_multiplier}; this run "
-        "certifies nothing")
-    check_step(report, rule, training.bounds, t)
-    training.batches.end_step()
-    for look in looks: look(report)
-    if training.following: training.following.see_step(training, report)
-    training.lr.step()
-    training.nonprivate_nonfinite_samples += report.nonprivate_not_finite
-    return report
 
 # %% ../../nbs/training/run.ipynb #0166ed51
 def multipliers_ahead(
