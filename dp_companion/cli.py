@@ -496,10 +496,12 @@ def _printed_table(paper, item, runs):
 # %% ../nbs/cli.ipynb #de9340ab
 def _full_table(item, runs, profile, as_json):
     "Table 4 or 13 of paper global_adapt_v2, with every epsilon."
-    from dp_companion.papers.tables import beside_published, for_print, summarise
+    from dp_companion.papers.tables import (
+        RISK, beside_published, for_print, risk_texts, summarise)
     table = beside_published(summarise(_runs_of(item, runs, profile)), item=item)
     if as_json:
-        plain = table.replace(float("inf"), "inf")
+        plain = table.drop(columns="budget").replace(float("inf"), "inf")
+        plain[list(RISK)] = [list(risk_texts(budget).values()) for budget in table["budget"]]
         return typer.echo(plain.to_json(orient="records", force_ascii=False))
     typer.echo(f"Paper global_adapt_v2, {item}, on MNIST; "
                f"ours on {', '.join(table['dataset'].unique())}. V2 is DP-SGD-Global-Adapt-V2; "
@@ -614,7 +616,7 @@ _PLAINLY = {
     "Input should be a valid number, unable to parse string as a number": "must be a number"}
 _EXTRAS = { # command: what brings the packages that it imports
     "reproduce": "notebooks,site", "site": "site", "run": "notebooks", "audit": "notebooks",
-    "tables": "notebooks", "data": "notebooks", "spec": "notebooks"}
+    "tables": "notebooks", "data": "notebooks", "spec": "notebooks", "grid": "notebooks,grid"}
 
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line if None

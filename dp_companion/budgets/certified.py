@@ -323,7 +323,7 @@ def _lines(report):
                          (f"ε ≥ {_epsilon_of(found):.4g}", f"{sure}{draws}"))
 
 # %% ../../nbs/budgets/certified.ipynb #a8c43775
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024) # a page of results has hundreds of runs
 def _risk(events, guarantee, relation):
     "Risk of events, or of an (epsilon, delta) alone."
     from dp_companion.budgets.risk import curve_of, risk_of, trade_off
