@@ -207,13 +207,31 @@ def _assumed(noise, plan, delta):
     from dp_companion.budgets.decayed import claimed_budget
     return [p.name for p in claimed_budget(noise, plan, delta=delta, formula="as_derived").unmet]
 
+def _asked(epsilon, delta, true_positive_rate, false_positive_rate):
+    "The target that the options describe, and what the answer repeats of it."
+    from dp_companion.budgets.risk import Target
+    from dp_companion.budgets.schedules import _real
+    if (epsilon is None) == (true_positive_rate is None):
+        raise ValueError("one of --target-epsilon and --true-positive-rate must be given, got "
+                         f"{'neither' if epsilon is None else 'both'}")
+    if epsilon is None:
+        rates = dict(true_positive_rate=true_positive_rate, false_positive_rate=false_positive_rate)
+        return Target(**rates), rates
+    for name, value, below in (("target_epsilon", epsilon, math.inf), ("delta", delta, 1)):
+        _real(name, value, below=below)
+    return Target(epsilon=epsilon, delta=delta), {"target_epsilon": epsilon, "delta": delta}
+
 # %% ../nbs/cli.ipynb #d10b4e06
 @app.command()
 def calibrate(
-    target_epsilon:Annotated[float, typer.Option(help="epsilon to stay under.")],
     epochs:EpochsFlag,
     batch_size:BatchFlag,
     dataset_size:SizeFlag,
+    target_epsilon:Annotated[float | None, typer.Option(help="epsilon to stay under.")]=None,
+    true_positive_rate:Annotated[float | None, typer.Option(
+        help="In place of an epsilon: the largest true-positive rate of any attack.")]=None,
+    false_positive_rate:Annotated[float, typer.Option(
+        help="Where the attack may have that rate.")]=.01,
     decay:DecayFlag="none",
     decay_rate:RateFlag=None,
     drop_every:DropFlag=None,
@@ -222,7 +240,7 @@ def calibrate(
         help="Who computes epsilon; as-printed gives the paper's own multipliers.")]="pld",
     as_json:JsonFlag=False,
 ):
-    """Initial noise multiplier for a target ε.
+    """Initial noise multiplier for a target ε, or for a risk.
 
     With rdp or pld the answer never overshoots the target. tcdp assumes batches of one fixed
     size, and says so. as-printed gives the multipliers that the paper prints.
@@ -235,12 +253,13 @@ def calibrate(
     """
     from dp_companion.budgets import certified
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
+    target, asked = _asked(target_epsilon, delta, true_positive_rate, false_positive_rate)
     with _waiting(f"calibrating by {accountant.value}"):
-        sigma = certified.calibrate(shape, plan, target_epsilon=target_epsilon, delta=delta,
-                                    accountant=accountant.name)
-    rounding = accountant.value == "pld" and delta < certified.SMALLEST_DELTA # RDP answers then
-    answer = {"noise_multiplier": sigma, "accountant": "rdp" if rounding else accountant.value,
-              "target_epsilon": target_epsilon, "delta": delta}
+        sigma = certified.calibrate(shape, plan, target=target, accountant=accountant.name)
+    # RDP answers below the smallest delta
+    rounding = accountant.value == "pld" and (target.delta or 1) < certified.SMALLEST_DELTA
+    by = "rdp" if rounding else accountant.value
+    answer = {"noise_multiplier": sigma, "accountant": by, **asked}
     assumed = _assumed(shape.rescaled(sigma), plan, delta) if accountant.value == "tcdp" else []
     if not as_json: answer["noise_multiplier"] = _rounded_up(sigma) # less noise would overshoot
     _say({**answer, **({"assumed, not met": assumed} if assumed else {})}, as_json)
@@ -609,7 +628,8 @@ _TYPED = { # name of a value: its option
     "noise_multiplier": "--noise-multiplier", "decay_rate": "--decay-rate",
     "drop_every": "--drop-every", "expected_batch_size": "--batch-size",
     "dataset_size": "--dataset-size", "epochs": "--epochs",
-    "target_epsilon": "--target-epsilon", "delta": "--delta", "kind": "--decay"}
+    "target_epsilon": "--target-epsilon", "delta": "--delta", "kind": "--decay",
+    "true_positive_rate": "--true-positive-rate", "false_positive_rate": "--false-positive-rate"}
 _PLAINLY = {
     "Input should be a valid integer, unable to parse string as an integer":
         "must be a whole number, without commas",

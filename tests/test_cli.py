@@ -77,7 +77,21 @@ def test_calibrate_then_budget_never_overshoots():
         assert 2.9 < json.loads(out)["certified"][accountant]["epsilon"] <= 3
 
 
+def test_calibrate_for_a_risk():
+    words = ["calibrate", "--true-positive-rate", "0.05", *SETTING[:-2], "--json"]
+    status, out, _ = terminal(*words)
+    sigma = json.loads(out)["noise_multiplier"]
+    assert status == 0 and "target_epsilon" not in json.loads(out)
+    _, out, _ = terminal("budget", "--noise-multiplier", repr(sigma), *SETTING, "--json")
+    assert .0499 < json.loads(out)["risk"]["true_positive_rate"]["0.01"] <= .05
+
+
 BAD = {
+    "no target": (["calibrate", *SETTING], "one of --target-epsilon and --true-positive-rate must"),
+    "rate of guessing": (["calibrate", "--true-positive-rate", "0.01", *SETTING],
+                         "--true-positive-rate must be in (0.01, 1)"),
+    "a risk by the paper's formula": (["calibrate", "--true-positive-rate", "0.1", "--accountant",
+                                       "as-printed", *SETTING], "must be pld for a risk"),
     "epsilon 0": (["calibrate", "--target-epsilon", "0", *SETTING], "--target-epsilon must be"),
     "negative epsilon": (["calibrate", "--target-epsilon", "-1", *SETTING],
                          "--target-epsilon must be"),
