@@ -271,6 +271,19 @@ def test_run_trains_and_is_found(tmp_path, monkeypatch):
     assert Path(record).name in err
 
 
+def test_a_run_that_was_stopped_says_where_it_goes_on(tmp_path):
+    from dp_companion.training.spec import spec_from_dict
+    from dp_companion.training.training import train
+    values = SMALL | {"epochs": 3}
+    def stop(finished, epochs):
+        if finished == 2: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        train(spec_from_dict(values), tmp_path/"runs", None, stop)
+    (tmp_path/"spec.json").write_text(json.dumps(values))
+    status, _, err = terminal("run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
+    assert status == 0 and "resumed at epoch 2 of 3\n" in err
+
+
 def test_audit_writes_what_an_attack_achieves(tmp_path):
     values = dict(paper="global_adapt_v2", method=FLAT | {"noise_multiplier": .8},
                   dataset="digits", model="mnist_cnn", epochs=1, expected_batch_size=256, seed=0)
