@@ -77,7 +77,21 @@ def test_calibrate_then_budget_never_overshoots():
         assert 2.9 < json.loads(out)["certified"][accountant]["epsilon"] <= 3
 
 
+def test_calibrate_for_a_risk():
+    words = ["calibrate", "--true-positive-rate", "0.05", *SETTING[:-2], "--json"]
+    status, out, _ = terminal(*words)
+    sigma = json.loads(out)["noise_multiplier"]
+    assert status == 0 and "target_epsilon" not in json.loads(out)
+    _, out, _ = terminal("budget", "--noise-multiplier", repr(sigma), *SETTING, "--json")
+    assert .0499 < json.loads(out)["risk"]["true_positive_rate"]["0.01"] <= .05
+
+
 BAD = {
+    "no target": (["calibrate", *SETTING], "one of --target-epsilon and --true-positive-rate must"),
+    "rate of guessing": (["calibrate", "--true-positive-rate", "0.01", *SETTING],
+                         "--true-positive-rate must be in (0.01, 1)"),
+    "a risk by the paper's formula": (["calibrate", "--true-positive-rate", "0.1", "--accountant",
+                                       "as-printed", *SETTING], "must be pld for a risk"),
     "epsilon 0": (["calibrate", "--target-epsilon", "0", *SETTING], "--target-epsilon must be"),
     "negative epsilon": (["calibrate", "--target-epsilon", "-1", *SETTING],
                          "--target-epsilon must be"),
@@ -255,6 +269,19 @@ def test_run_trains_and_is_found(tmp_path, monkeypatch):
     status, out, err = terminal("run", "spec.json")
     assert status == 2 and out == "" and err.count("\n") == 1 and "record must be whole" in err
     assert Path(record).name in err
+
+
+def test_a_run_that_was_stopped_says_where_it_goes_on(tmp_path):
+    from dp_companion.training.spec import spec_from_dict
+    from dp_companion.training.training import train
+    values = SMALL | {"epochs": 3}
+    def stop(finished, epochs):
+        if finished == 2: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        train(spec_from_dict(values), tmp_path/"runs", None, stop)
+    (tmp_path/"spec.json").write_text(json.dumps(values))
+    status, _, err = terminal("run", str(tmp_path/"spec.json"), "--runs", str(tmp_path/"runs"))
+    assert status == 0 and "resumed at epoch 2 of 3\n" in err
 
 
 def test_audit_writes_what_an_attack_achieves(tmp_path):

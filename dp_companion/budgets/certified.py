@@ -18,9 +18,11 @@ from fastcore.basics import patch
 
 from .decayed import ClaimedBudget, calibrate_claimed, claimed_budget
 from .events import MechanismEvent, gaussian_events
-from .rdp import (calibrate_noise_multiplier, merge_events, rdp_of_events,
+from .rdp import (merge_events, rdp_of_events,
                                       rdp_to_epsilon, smallest_scale)
 from .schedules import PoissonPlan, Schedule, _real, _word
+
+if TYPE_CHECKING: from dp_companion.budgets.risk import Target
 
 # %% ../../nbs/budgets/certified.ipynb #c18c9457
 # what each accountant certifies
@@ -323,7 +325,7 @@ def _lines(report):
                          (f"ε ≥ {_epsilon_of(found):.4g}", f"{sure}{draws}"))
 
 # %% ../../nbs/budgets/certified.ipynb #a8c43775
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024) # a page of results has hundreds of runs
 def _risk(events, guarantee, relation):
     "Risk of events, or of an (epsilon, delta) alone."
     from dp_companion.budgets.risk import curve_of, risk_of, trade_off
@@ -438,27 +440,37 @@ def __radd__(self:BudgetReport, other):
 _CALIBRATORS = ("rdp", "pld", "tcdp", "as_printed")
 
 def calibrate(
-    schedule:Schedule, # Its shape; the initial value is ignored
-    plan:PoissonPlan, # How many steps, at which sample rate
+    schedule:Schedule|Callable[[float],Iterable[MechanismEvent]], # Shape, or multiplier to events
+    plan:PoissonPlan|None=None, # How many steps, at which sample rate; None for a function
     *,
-    target_epsilon:float, # epsilon (nats); > 0
-    delta:float, # Target delta, in (0, 1)
-    accountant:Literal["rdp","pld","tcdp","as_printed"]="pld", # Its epsilon meets the target
+    target_epsilon:float|None=None, # epsilon (nats); > 0
+    delta:float|None=None, # Target delta, in (0, 1)
+    target:"Target|None"=None, # In place of both: an epsilon with its delta, or a risk
+    accountant:Literal["rdp","pld","tcdp","as_printed"]="pld", # Of an epsilon; a risk is by PLD
     neighbouring_relation:str="add_or_remove_one", # As for `certify`
 )->float: # Initial noise multiplier
-    "Initial noise multiplier of a schedule for a target epsilon."
+    "Initial noise multiplier for a target epsilon or risk; by rdp and pld it never overshoots."
+    from dp_companion.budgets.risk import calibrate_events
     _word("accountant", accountant, _CALIBRATORS)
     _word("neighbouring_relation", neighbouring_relation, _RELATIONS["pld"])
-    _real("target_epsilon", target_epsilon)
-    _real("delta", delta, below=1)
-    target = dict(target_epsilon=target_epsilon, delta=delta)
-    if accountant in _RELATIONS:
-        _relation(neighbouring_relation, accountant)
-    if accountant == "rdp": return calibrate_noise_multiplier(schedule, plan, **target)
-    if accountant == "pld":
-        def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
-        return calibrate_epsilon(events_of, **target, neighbouring_relation=neighbouring_relation)
-    return _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation)
+    target = _target(target, target_epsilon, delta)
+    if accountant not in _RELATIONS:
+        return _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation)
+    _relation(neighbouring_relation, accountant)
+    def events_of(sigma): return gaussian_events(schedule.rescaled(sigma), plan)
+    of_any = plan is None and not isinstance(schedule, Schedule)
+    return calibrate_events(schedule if of_any else events_of, target, accountant=accountant,
+                            neighbouring_relation=neighbouring_relation)
+
+def _target(target, epsilon, delta):
+    "The target as one value."
+    from dp_companion.budgets.risk import Target
+    if target is None:
+        _real("target_epsilon", epsilon)
+        return Target(epsilon=epsilon, delta=_real("delta", delta, below=1))
+    if (epsilon, delta) == (None, None): return target
+    raise ValueError("target must be given alone, got target_epsilon or delta beside it; leave "
+                     "them out")
 
 # %% ../../nbs/budgets/certified.ipynb #0b7809df
 def calibrate_epsilon(
@@ -486,12 +498,17 @@ _VAST = 1e12 # A multiplier at which a gradient says nothing
 
 def _fixed(events_of, epsilon_of):
     "Epsilon of what the multiplier does not reach; 0 where it reaches everything."
-    reached = all(e.noise_multiplier > 1e-3*_VAST for e in events_of(_VAST))
+    pairs = zip(events_of(_VAST), events_of(2*_VAST))
+    reached = all(after.noise_multiplier > 1.9*before.noise_multiplier for before, after in pairs)
     return 0.0 if reached else epsilon_of(_VAST)
 
 # %% ../../nbs/budgets/certified.ipynb #44e149ff
 def _calibrate_claim(schedule, plan, target, accountant, neighbouring_relation):
     "Initial multiplier by the paper's formulas, as derived or as printed."
+    if target.epsilon is None or plan is None:
+        raise ValueError("accountant must be pld for a risk, and rdp or pld without a plan, got "
+                         f"accountant={accountant}")
+    target = dict(target_epsilon=target.epsilon, delta=target.delta)
     if accountant == "tcdp":
         sensitivity = 2.0 if neighbouring_relation == "replace_one" else 1.0
         return _calibrate_derived(schedule, plan, target, sensitivity)

@@ -21,11 +21,12 @@ from ..budgets.rdp import smallest_scale
 from ..budgets.released_rows import RowRelease, sanitization_report
 from ..budgets.schedules import Constant, PoissonPlan
 from ..budgets.stages import Stages, calibrated, sad_claim
-from ..budgets.units import certify_group, clipped_per_unit
+from ..budgets.several import person_report
+from ..budgets.units import clipped_per_unit
 from ..training.spec import run_spec
 from .sanitization.grid import (
     claim_of, layer_profile, printed_values, real_values)
-from .tables import epsilon_text
+from .tables import RISK, epsilon_text, risk_texts
 
 # %% ../../nbs/papers/audited_claims.ipynb #2ee33042
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,8 @@ def _sad(unit)->Headline:
             return budget_report(events, delta=_SAD_DELTA,
                 claimed=sad_claim(events, delta=_SAD_DELTA, steps=_SAD_PLAN.steps),
                 privacy_unit=unit)
-        return replace(budget_report(events, delta=_SAD_DELTA, privacy_unit=unit),
-            certified=certify_group(events, images=images, delta=_SAD_DELTA))
+        return replace(person_report(events, records=images, delta=_SAD_DELTA),
+            privacy_unit=unit)
     return Headline(paper="sad", setting="SAD-DPSGD on HAM10000 for ε = 8", is_printed=True,
         target=_SAD_TARGET, unit=unit, budget=budget, attack=_audited(lambda: events, _SAD_DELTA,
         40_000, images=images))

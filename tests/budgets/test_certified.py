@@ -100,6 +100,19 @@ def test_pld_calibration_never_overshoots(schedule, target, relation):
                                        neighbouring_relation=relation) <= target
 
 
+def test_a_steep_decay_is_no_query_of_fixed_noise():
+    steep = StepDecay(initial=1, decay_rate=1e-19, drop_every=3)
+    sigma = calibrate(steep, SMALL, target_epsilon=1, delta=1e-5)
+    assert .999 < by_pld(gaussian_events(steep.rescaled(sigma), SMALL)) <= 1
+
+
+def test_any_events_are_calibrated_as_their_schedule():
+    def events_of(sigma): return gaussian_events(STEP.rescaled(sigma), SMALL)
+    for accountant in ("rdp", "pld"):
+        by = dict(target_epsilon=2, delta=1e-5, accountant=accountant)
+        assert calibrate(events_of, **by) == calibrate(STEP, SMALL, **by)
+
+
 def test_claimed_calibration():
     derived = calibrate(STEP, MAIN, target_epsilon=3, delta=1e-5, accountant="tcdp")
     assert claimed_budget(STEP.rescaled(derived), MAIN, delta=1e-5,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import integrate, special
 
-from dp_companion.budgets.certified import _composed, certify
+from dp_companion.budgets.certified import _composed, calibrate, certify
 from dp_companion.budgets.events import MechanismEvent, gaussian_events
 from dp_companion.budgets.risk import (
-    FALSE_POSITIVE_RATES, SMALLEST_RATE, TradeOff, calibrate_to_risk, risk_of, trade_off)
+    FALSE_POSITIVE_RATES, SMALLEST_RATE, Target, TradeOff, risk_of, trade_off)
 from dp_companion.budgets.schedules import Constant, LinearDecay, PoissonPlan, StepDecay
 
 ALPHAS = np.r_[0, np.geomspace(1e-7, .5, 200), 1 - np.geomspace(1e-7, .5, 200)[::-1], 1]
@@ -220,7 +220,7 @@ def test_a_hundred_phases():
 def test_calibration_meets_the_risk(target):
     plan = PoissonPlan(dataset_size=1000, expected_batch_size=20, epochs=2)
     shape = Constant(initial=1)
-    sigma = calibrate_to_risk(shape, plan, **target)
+    sigma = calibrate(shape, plan, target=Target(**target))
     curve = trade_off(gaussian_events(shape.rescaled(sigma), plan))
     false = target.get("false_positive_rate", .01)
     gain = float(curve.true_positive_rate(false)) - false

@@ -4,9 +4,10 @@ import math
 import numpy as np
 import pytest
 
-from dp_companion.budgets.certified import BudgetReport, Certified, budget_report, certify
+from dp_companion.budgets.certified import (
+    BudgetReport, Certified, budget_report, calibrate, certify)
 from dp_companion.budgets.events import MechanismEvent
-from dp_companion.budgets.risk import Target, calibrate_events, trade_off
+from dp_companion.budgets.risk import Target, trade_off
 from dp_companion.budgets.several import person_report, tuned
 from dp_companion.budgets.units import certify_group
 
@@ -56,12 +57,12 @@ def test_more_tries_cost_more_and_less_than_all_of_them(distribution):
 def test_what_was_spent_before_counts_in_a_target():
     def after(sigma): return (*RUN, MechanismEvent(noise_multiplier=sigma, sample_rate=.1, steps=9))
     spent = certify(RUN, delta=DELTA)["pld"].epsilon
-    sigma = calibrate_events(after, Target(epsilon=2*spent, delta=DELTA))
+    sigma = calibrate(after, target=Target(epsilon=2*spent, delta=DELTA))
     assert .999*2*spent < certify(after(sigma), delta=DELTA)["pld"].epsilon <= 2*spent
     with pytest.raises(ValueError, match="queries of fixed noise spend"):
-        calibrate_events(after, Target(epsilon=.9*spent, delta=DELTA))
+        calibrate(after, target=Target(epsilon=.9*spent, delta=DELTA))
     risk = float(trade_off(RUN).true_positive_rate(.01))
-    sigma = calibrate_events(after, Target(true_positive_rate=2*risk))
+    sigma = calibrate(after, target=Target(true_positive_rate=2*risk))
     assert float(trade_off(after(sigma)).true_positive_rate(.01)) <= 2*risk
 
 

@@ -1,4 +1,6 @@
-"Tables: a cell has one noise."
+"Tables: a cell has one noise, and the risk of what is certified."
+import numpy as np
+import pytest
 
 
 def test_a_cell_of_a_table_has_one_noise():
@@ -20,3 +22,26 @@ def test_a_cell_of_a_table_has_one_noise():
     assert table[["noise_multiplier", "certified_pld", "seeds"]].values.tolist() == [
         [2., .5, 2], [1., 1., 1]
     ]
+
+
+@pytest.mark.parametrize("paper", ["global_adapt_v2", "sad", "sanitization", "adaptive_noise"])
+def test_the_risk_of_a_record_is_that_of_what_is_certified(root, paper):
+    "The curve of a record's events must have its delta at its certified epsilon."
+    from dp_companion.budgets.risk import trade_off
+    from dp_companion.papers.results import read_records
+    from dp_companion.papers.tables import report_of
+    reports = (report_of(r.budget) for r in read_records(root/"results", paper=paper))
+    certified = [r for r in reports if "pld" in r.certified and r.epsilon < 20]
+    for report in certified[::max(1, len(certified)//3)]:
+        curve = trade_off(report.events, neighbouring_relation=report.neighbouring_relation)
+        epsilon = report.certified["pld"].epsilon
+        delta = np.interp(np.exp(epsilon), np.exp(curve.epsilons), curve.deltas)
+        assert .98*report.delta < delta < 1.001*report.delta
+
+
+def test_a_lesion_has_another_risk_than_an_image():
+    from dp_companion.papers.audited_claims import HEADLINES
+    image, lesion = (headline.budget() for headline in HEADLINES["sad"]()[:2])
+    rates = [report.risk.true_positive_rate[.01] for report in (image, lesion)]
+    by_epsilon = [.01*np.exp(report.epsilon) for report in (image, lesion)]
+    assert rates[0] < by_epsilon[0] and rates[0] < .99 < rates[1]
