@@ -46,16 +46,12 @@ def tables_of(
     "The runs of a paper's tables as a dry run counts them: none has its noise yet."
     known = papers_with_grids()
     require(paper in known, "paper", f"one of {', '.join(known)}", paper)
-    grid = _grid_of(paper)
-    named = f"one of {', '.join(grid.TABLES)}"
-    require(not table or table in grid.TABLES, "table", named, table)
-    if profile not in _profiles_of(grid): return {}
-    return {item: grid.table_specs(item, profile, runs=None)
-            for item in ([table] if table else grid.TABLES)}
-
-def _profiles_of(grid):
-    "The sizes of a paper's runs, by profile."
-    return next(value for name, value in vars(grid).items() if name.endswith("PROFILES"))
+    tables = _tables_of(paper)
+    named = f"one of {', '.join(tables.data)}"
+    require(not table or table in tables.data, "table", named, table)
+    if profile not in tables.profiles: return {}
+    return {item: tables.specs(item, profile, runs=None)
+            for item in ([table] if table else tables.data)}
 
 # %% ../../nbs/papers/grids.ipynb #923342c9
 def write_specs(
