@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from torch import nn, Tensor
 from torch.nn.utils.parametrize import ParametrizationList
 from opacus.grad_sample import GradSampleModule
+from .attention import SplitAttention, is_splittable, split
 from .nested_tensors import tensors_of
 from .per_sample_norms import CACHE_BYTES, HELD_BYTES, KERNELS, LatePart
 from .per_sample_norms import CallInput, Slot, candidates, first_tensor
@@ -73,7 +74,8 @@ def recorded_layers(
     merged:frozenset=frozenset(), # Names of modules that are one block, with all that is inside
 )->dict: # Name -> module
     "The modules that own trainable parameters."
-    owns = own_parameters(model) or (name in merged and _trains(model))
+    is_one = name in merged or is_splittable(model)
+    owns = own_parameters(model) or (is_one and _trains(model))
     found = {name: model} if owns else {}
     if owns and (name in merged or not has_kernel(model)): return found
     for child, module in _layers_inside(model):
@@ -161,11 +163,20 @@ class BookKeeping:
         self.clear()
 
     def _find_layers(self):
-        self.layers = recorded_layers(self.model, merged=frozenset(self.merged))
+        self.layers, self.attentions = {}, [] # torch's attention is two layers
+        for name, layer in recorded_layers(self.model, merged=frozenset(self.merged)).items():
+            if not is_splittable(layer) or name in self.merged: self.layers[name] = layer
+            else: self._split(name, SplitAttention(layer))
         self.layer_slots = {name: {k: self.slots[p] for k, p in layer.named_parameters()
                                    if p in self.slots} for name, layer in self.layers.items()}
         self.blocks = [name for name, layer in self.layers.items()
                        if name in self.merged or not has_kernel(layer)]
+
+    def _split(self, name:str, attention:SplitAttention):
+        self.attentions.append(attention)
+        for inside, layer in attention.layers.items():
+            if any(p in self.slots for p in layer.parameters()):
+                self.layers[f"{name}.{inside}".lstrip(".")] = layer
 
     def clear(self):
         "Forget the record of the last batch."
@@ -272,7 +283,8 @@ def recording(self:BookKeeping):
     for p in self.slots:
         p.requires_grad_(finds_ties)
     self.is_open = True
-    try: yield self
+    try:
+        with split(self.attentions): yield self
     finally:
         self.is_open = False
         self.passes += torch.is_grad_enabled()

@@ -15,6 +15,7 @@ from opacus.layers import SequenceBias
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn, Tensor
 from torch.nn.parameter import is_lazy
+from .attention import is_splittable
 from .book_keeping import has_kernel, own_parameters, recorded_layers
 
 # %% ../../nbs/algorithms/model_checks.ipynb #07f97c70
@@ -88,7 +89,7 @@ def _changed_behind_its_class(model):
 
 def _attention(model):
     return (f"MultiheadAttention at {name!r}" for name, layer in recorded_layers(model).items()
-        if isinstance(layer, nn.MultiheadAttention))
+        if isinstance(layer, nn.MultiheadAttention) and not is_splittable(layer))
 
 def _hooked_by_opacus(model):
     return [f"the {type(model).__name__}"]*hasattr(model, "autograd_grad_sample_hooks")
@@ -127,7 +128,7 @@ REFUSALS = ( # In the order in which a model is checked
         "use Embedding and a mean over its words"),
     Refusal("add_bias_kv", _layers(_is_bias_kv),
         "puts the sequence in front of the batch",
-        "use DPMultiheadAttention with add_bias_kv=False"),
+        "use torch.nn.MultiheadAttention with batch_first=True and add_bias_kv=False"),
     Refusal("compiled and traced modules", _layers(_is_compiled),
         "does not call its layers one by one",
         "give the module as it was before compiling or tracing"),
@@ -135,9 +136,8 @@ REFUSALS = ( # In the order in which a model is checked
         "makes a layer do something else than its class promises",
         "make it a module around the layer, or a parametrization"),
     Refusal("torch's attention", _attention,
-        "computes its projections in one call, which hides the gradient of a sample",
-        "use DPMultiheadAttention of opacus.layers with batch_first=True, or linear layers around "
-        "scaled_dot_product_attention"),
+        "has the sequence in front of the batch, or more parameters than one projection",
+        "use batch_first=True, and leave out kdim, vdim, add_bias_kv and add_zero_attn"),
 )
 
 def check_model(model:nn.Module):
