@@ -401,7 +401,8 @@ def _check_back(self:BookKeeping, name, is_first:bool):
     "Let the backward pass through once, after the forward pass, while that is the last."
     if is_first and not self.is_open: return
     self.clear()
-    raise ValueError(f"{_ONCE} at layer {name!r}, as where a derivative is part of the loss")
+    raise ValueError(f"{_ONCE} at layer {name!r}, as where a derivative is part of the loss; give "
+                     "the inputs of two passes to one module, which may run its layers twice")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #6db3f7c8
 @patch
