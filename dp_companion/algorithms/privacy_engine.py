@@ -23,7 +23,7 @@ from torch.utils.data import (BatchSampler, ConcatDataset, DataLoader, Distribut
 from .checkpoints import (check_holds, check_settings, random_states,
     read_checkpoint, restore_random, write_checkpoint)
 from dp_companion.algorithms.clipping import (RULES, ClipRule, CountingRule, Flat,
-    clip_rule as named_rule)
+    QuantileClip)
 from .ledger import Ledger
 from .noise import GaussianNoise, seeded_by_torch
 from .poisson_batches import PoissonBatches, collate_of, poisson_loader
@@ -68,6 +68,8 @@ def _check_processes(module:nn.Module):
             f"{type(module).__name__}")
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #7d4c4976
+_RULES = RULES | {QuantileClip.name: QuantileClip} # Those of the papers, and one more
+
 def _rule_of(
     clip_rule:ClipRule|str|None, # A rule, its name, or None for flat clipping
     max_grad_norm:float|None, # C
@@ -78,7 +80,7 @@ def _rule_of(
     if clip_rule=="group_adaptive": raise ValueError("clip_rule must be "
         "GroupAdaptive(num_groups=...) for bounds by group, got its name, which does not say how "
         "many")
-    if isinstance(clip_rule, str): return named_rule(_word("clip_rule", clip_rule, tuple(RULES)),
+    if isinstance(clip_rule, str): return _RULES[_word("clip_rule", clip_rule, tuple(_RULES))](
         **constants)
     if not isinstance(clip_rule, ClipRule): raise ValueError("clip_rule must be a ClipRule or the "
         f"name of one, got clip_rule={clip_rule!r}")
@@ -176,7 +178,8 @@ def calibrated(
     return schedule.rescaled(calibrate_events(events_of, target, accountant=accountant))
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
-RuleName = Literal["flat", "auto_s", "psac", "global", "global_adapt", "global_adapt_v2"]
+RuleName = Literal["flat", "auto_s", "psac", "global", "global_adapt", "global_adapt_v2",
+    "quantile"]
 
 # Meaning; range; default; example, of each argument
 _ARGUMENTS = {

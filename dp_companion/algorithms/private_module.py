@@ -76,9 +76,10 @@ class PrivateModule(nn.Module):
         recorder, spot_check = self.private_step.recorder, self.private_step.spot_check
         if recorder.is_filled:
             raise ValueError("optimizer.step must follow every loss.backward, got a second "
-                             "forward pass in between; give the inputs of both passes to one module, "
-                             "which may run its layers twice, leave out steps that use a first "
-                             "pass's gradient, as SAM's, and for batches larger than memory use "
+                             "forward pass in between; give the inputs of both passes to one "
+                             "module, which may run its layers twice, leave out steps that use a "
+                             "first pass's gradient, as SAM's, and for batches larger than memory "
+                             "use "
                              "opacus.utils.batch_memory_manager.BatchMemoryManager")
         check_trainable(self._module, recorder.slots, thorough=spot_check.is_due(batch_size))
         if not batch_size: return self._empty(inputs)

@@ -223,7 +223,8 @@ def test_outputs_are_ordinary_tensors_to_the_loop():
 
 
 PENALTIES = {
-    "squares": lambda p: p.pow(2).sum(), "norm": lambda p: p.norm(), "sizes": lambda p: p.abs().sum(),
+    "squares": lambda p: p.pow(2).sum(), "norm": lambda p: p.norm(),
+    "sizes": lambda p: p.abs().sum(),
     "mean": lambda p: p.square().mean(), "largest": lambda p: p.abs().max(),
 }
 

@@ -109,3 +109,16 @@ def test_state_from_training_without_privacy_is_warned_of_and_a_new_optimizer_is
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         private(model, kind(model.parameters()))
+
+
+def test_a_bound_may_follow_a_quantile_by_its_name_and_its_count_is_accounted():
+    model = nn.Linear(6, 3)
+    engine = PrivacyEngine()
+    module, optimizer, loader = engine.make_private(module=model, clip_rule="quantile",
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1.,
+        max_grad_norm=5., data_loader=DataLoader(data(), batch_size=8))
+    train(module, optimizer, loader)
+    event, = engine.accountant.events
+    assert (event.steps, event.query) == (5, "gradient and count within the bound")
+    assert event.noise_multiplier < 1. # Of gradient and count together
+    assert optimizer.max_grad_norm != 5.
