@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RULES', 'ClipRule', 'Flat', 'AutoS', 'PSAC', 'Global', 'CountingRule', 'GlobalAdapt', 'GlobalAdaptV2',
-           'GroupAdaptive', 'clip_rule']
+           'GroupAdaptive', 'QuantileClip', 'clip_rule']
 
 # %% ../../nbs/algorithms/clipping.ipynb #29c492d0
 import math
@@ -315,6 +315,35 @@ def with_noisy_counts(self:GroupAdaptive,
     r = torch.where(m + o > 0, m/(m + o), 1.)
     room = r/r.mean() if r.any() else r
     return replace(self, group_bounds=tuple((self.max_grad_norm*(1 + room)).tolist()))
+
+# %% ../../nbs/algorithms/clipping.ipynb #d3291606
+@dataclass(frozen=True, kw_only=True)
+class QuantileClip(Flat, CountingRule):
+    "Flat clipping with a bound that follows a quantile of the norms (arXiv 1905.03871)."
+    # p, target share of norms within the bound; in (0, 1); the authors' default
+    quantile: float = .5
+    threshold_rate: float = .2 # eta, rate of the bound; in (0, 1e30); the authors' default
+    name: ClassVar[str] = "quantile"
+    count_query: ClassVar[str] = "count within the bound"
+
+    def __post_init__(self):
+        super().__post_init__()
+        _real("quantile", self.quantile, below=1)
+
+    def counts(self,
+        norms:Tensor, groups:Tensor|None=None, # (batch,); groups are not used
+    )->Tensor: # (1,) exact, private
+        "How many norms are within the bound; one record changes it by at most 1."
+        return (norms.double() <= self.max_grad_norm).sum().reshape(1)
+
+    def with_noisy_counts(self,
+        noisy_counts:Tensor, *, # (1,) with their noise
+        expected_batch_size:int, # b, public
+    )->"QuantileClip":
+        "The rule with the bound moved by the noisy count."
+        share = float(noisy_counts.sum())/_whole("expected_batch_size", expected_batch_size)
+        return replace(self, max_grad_norm=moved_threshold(self.max_grad_norm,
+            self.threshold_rate*share, self.threshold_rate*self.quantile))
 
 # %% ../../nbs/algorithms/clipping.ipynb #ae707034
 # name -> class, in the order of the papers

@@ -106,6 +106,34 @@ _THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "
     "Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze",
     "Expand", "Stack", "Cat")}
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #1e8930f2
+def _behind(node)->set: # Of graph nodes
+    "A node and all that it is made of."
+    seen, todo = {node}, [node]
+    while todo:
+        new = {before for before, _ in todo.pop().next_functions if before is not None} - seen
+        seen |= new
+        todo += new
+    return seen
+
+_SUMS = ("Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Alias")
+
+def _terms(nodes:list)->list: # Of graph nodes
+    "The terms of a loss that is a sum."
+    todo, found = [node for node in nodes if node is not None], []
+    while todo:
+        node = todo.pop()
+        is_sum = node.name().rstrip("01").removesuffix("Backward") in _SUMS
+        (todo if is_sum else found).extend(
+            [x for x, _ in node.next_functions if x is not None] if is_sum else [node])
+    return found
+
+def _has_penalty(nodes:list)->bool:
+    "Whether some terms depend on outputs of the recorded module, and others on parameters alone."
+    behind = [{x.name() for x in _behind(node)} for node in _terms(nodes)]
+    of_outputs = ["_AnchorBackward" in names for names in behind]
+    return any(of_outputs) and not all(of_outputs)
+
 # %% ../../nbs/algorithms/loss_reading.ipynb #56aef843
 def _factor(node, name:str)->list: # (what it divides by, whether as a quotient)
     "The number of a product or a quotient of a loss and a constant."
@@ -124,6 +152,13 @@ def read_loss(
     samples:int, # In the batch
 )->LossReading:
     "What losses of a whole batch divide each sample's gradient by."
+    try: return _read(nodes, samples)
+    except ValueError:
+        if not _has_penalty(nodes): raise
+        raise ValueError("loss must not have a term that depends on weights alone, got one; for a "
+            "penalty on weights use the optimizer's weight_decay") from None
+
+def _read(nodes:list, samples:int)->LossReading:
     if samples==1: return LossReading(1, None)
     found, todo = [], [(node, []) for node in nodes]
     while todo:

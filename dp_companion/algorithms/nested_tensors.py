@@ -63,6 +63,14 @@ class Arguments(NamedTuple):
 
 def call_model(model, inputs):
     "The model's output for a tensor, a tuple of arguments, a dict of them, or `Arguments`."
+    try: return _called(model, inputs)
+    except ValueError as error:
+        if "D attn_mask is not correct" not in str(error): raise
+        raise ValueError("attn_mask must not be given to Opacus's DPMultiheadAttention with "
+            "batch_first=True, which compares it with the batch, got one; use torch.nn.Multihead"
+            "Attention with batch_first=True, which is taken as it comes") from error
+
+def _called(model, inputs):
     if isinstance(inputs, Arguments): return model(*inputs.args, **inputs.kwargs)
     if isinstance(inputs, dict): return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -216,7 +216,7 @@ def _one_record(
     probe, bystanders = _Probe(rule, **options), _records_of([.1*rule.max_grad_norm]*3)
     without = probe(bystanders, 0.)
     records = [
-        _records_of([norm*rule.max_grad_norm], layers) for norm in (.5, 10., 1e4)
+        _records_of([norm*rule.max_grad_norm], layers) for norm in (.5, 10.003, 3332.6)
         for layers in ((0,), (1,), (0, 1))
     ]
     moved = max(

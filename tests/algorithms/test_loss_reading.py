@@ -220,3 +220,30 @@ def test_outputs_are_ordinary_tensors_to_the_loop():
     assert z.detach().numpy().shape == z.shape and type(torch.stack([z, z]).sum().item()) is float
     copied = copy.deepcopy(z.detach())
     assert type(copied) is torch.Tensor and torch.equal(copied, z.detach())
+
+
+PENALTIES = {
+    "squares": lambda p: p.pow(2).sum(), "norm": lambda p: p.norm(),
+    "sizes": lambda p: p.abs().sum(),
+    "mean": lambda p: p.square().mean(), "largest": lambda p: p.abs().max(),
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_in_the_loss_is_told_of_weight_decay_which_works(penalty):
+    model = nn.Linear(6, 3)
+    data = TensorDataset(torch.randn(N, 6), torch.arange(N) % 3)
+    module, optimizer, loader = PrivacyEngine().make_private(module=model, noise_multiplier=1.,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1, weight_decay=1e-3), max_grad_norm=1.,
+        data_loader=DataLoader(data, batch_size=N))
+    for x, y in loader:
+        loss = F.cross_entropy(module(x), y)
+        with pytest.raises(ValueError, match="for a penalty on weights use the optimizer's "
+                           "weight_decay"):
+            (loss + 1e-3*sum(map(PENALTIES[penalty], model.parameters()))).backward()
+            optimizer.step()
+    for x, y in loader: # The advice works
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    assert optimizer.steps_taken >= 1

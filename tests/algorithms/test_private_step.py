@@ -472,7 +472,7 @@ def test_an_optimizer_of_another_model_is_refused():
     (dict(kernels=["gram"]),
      "kernels must be a dict of layer names and kernels, got kernels=\\['gram'\\]"),
      (dict(model=nn.TransformerEncoderLayer(8, 2)),
-      "MultiheadAttention at 'self_attn' computes its projections in one call")])
+      "MultiheadAttention at 'self_attn' has the sequence in front of the batch")])
 def test_what_no_step_can_be_made_of_is_said_in_a_sentence(changed, sentence):
     model = changed.pop("model", nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters() if isinstance(model, nn.Module)

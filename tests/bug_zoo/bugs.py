@@ -10,18 +10,23 @@ import torch
 from torch import nn
 
 from dp_companion.algorithms import (
-    clipping, model_checks, poisson_batches, private_optimizer, private_step, spot_checks
+    clipping, model_checks, poisson_batches, privacy_engine, private_optimizer, private_step,
+    spot_checks
 )
 from dp_companion.algorithms.book_keeping import BookKeeping, RecordedSamples
 from dp_companion.algorithms.clipping import Flat, GlobalAdapt, GroupAdaptive
 from dp_companion.algorithms.ledger import Ledger
 from dp_companion.algorithms.noise import GaussianNoise
+from dp_companion.algorithms.private_module import PrivateModule
+from dp_companion.algorithms.sanitization import SanitizationLayer
+from dp_companion.audits import bounds
 from dp_companion.audits.invariants import (
     by_size, attacked_step, check_rule, check_step, relation_distance, still_buffers,
     unmixed_records
 )
+from dp_companion.audits.lasting_invariants import LASTING
 from dp_companion.audits.loop_invariants import Loop, check_loop, check_run
-from dp_companion.budgets import certified
+from dp_companion.budgets import certified, rdp
 from dp_companion.budgets.schedules import Constant, PoissonPlan
 from dp_companion.training import models, run
 from dp_companion.training.datasets import Dataset
@@ -133,12 +138,17 @@ PLACES = {  # name -> checks at a seed
     "model": checks_of_models,
     "relation": lambda seed: (relation_distance(FLAT, seed=seed),),
     "attack": attacks,
+    **LASTING,
 }
+# Without chance: another seed shows nothing new
+SEEDLESS = {"relation", "optimizer state", "one-run bounds", "composition"}
 
 
 def checks_at(place, seed):
     "The checks of one place; a step that raises is one that fails."
-    try: return PLACES[place](seed)
+    try:
+        found = PLACES[place](seed)
+        return found if isinstance(found, tuple) else (found,)
     except (ValueError, RuntimeError) as error:
         return by_size(f"the engine runs, got {type(error).__name__}: {error}", 1, 0),
 
@@ -163,6 +173,25 @@ RAW, COUNTS, STATED = (
     "the rule does not depend on raw norms", "counts have the noise that the rule states",
     "the rule lets at most its sensitivity through"
 )
+NEW_NOISE, GROUP_NOISE, OWN_BOUND = (
+    "noise is new in every epoch", "every group of parameters has its noise",
+    "noise follows the bound of its own step"
+)
+ANNOUNCED, RESUMED, SECURE = (
+    "state from before is announced", "a resumed run is the run that never stopped",
+    "secure noise and batches do not repeat"
+)
+LEDGER, READ, OWN_ROW = (
+    "the ledger has the steps and the rate that ran", "a loop's loss is read as it reduces",
+    "a sanitized row depends on its own record alone"
+)
+ONE_RUN, COMPOSED, AUDITED = (
+    "bounds from one run hold at their confidence",
+    "certificates cover compositions below full rate",
+    "an audit of the loop finds no more than its certificate"
+)
+FILL = "self.noise.fill_(self.recorder.flat, self.noise_std if draws else 0.)"
+PrivacyEngine = privacy_engine.PrivacyEngine
 STEP, OPTIMIZER, BATCHES = (
     private_step.PrivateStep, private_optimizer.PrivateOptimizer, poisson_batches.PoissonBatches
 )
@@ -304,6 +333,107 @@ ZOO = [
         (Patch(STEP, "add_recorded", "self.add_noise()", "self.clip_rule = "
                "__import__('dataclasses').replace(self.clip_rule, "
                "max_grad_norm=float(samples.norms.median().clamp(min=1e-3))); self.add_noise()"),)),
+    Bug("norms in half precision", "Norms are rounded to half precision.", "step", RECORD,
+        (Patch(RecordedSamples, "__init__", ".sqrt_()", ".sqrt_().half().to(known)"), *NO_LOOK)),
+    Bug("noise of every epoch alike", "The source of noise is seeded anew when a pass begins.",
+        "epochs", NEW_NOISE,
+        (Patch(OPTIMIZER, "drop", "self.private_step.is_begun = False",
+               "self.private_step.is_begun = False; "
+               "self.private_step.noise.generator.manual_seed(0)"),)),
+    Bug("noise of the step in its epoch", "The key of noise is the step's place in its epoch.",
+        "epochs", NEW_NOISE,
+        (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)",
+               "self.private_step.noise.generator.manual_seed(self.steps_taken % "
+               "(self.batches.plan.dataset_size//self.expected_batch_size)); "
+               "self.private_step.begin(sigma)"),)),
+    Bug("noise of the first group alone", "Other groups of parameters have none.", "epochs",
+        GROUP_NOISE,
+        (Patch(STEP, "add_noise", FILL, f"{FILL}; self.recorder.flat[sum(p.numel() for p in "
+               "self.optimizer.param_groups[0]['params']):] = 0"),)),
+    Bug("noise shared by the groups", "Its scale is divided by the number of groups.", "epochs",
+        GROUP_NOISE,
+        (Patch(STEP, "add_noise", "self.step_multiplier*self.sensitivity/",
+               "self.step_multiplier*self.sensitivity/len(self.optimizer.param_groups)/"),)),
+    Bug("noise of the first bound", "Noise follows the clipping bound of the first step.",
+        "moving bound", OWN_BOUND,
+        (Patch(STEP, "add_noise", "self.step_multiplier*self.sensitivity/",
+               "self.step_multiplier*vars(self).setdefault('first', self.sensitivity)/"),)),
+    Bug("noise of the next bound", "Noise follows the clipping bound of the next epoch.",
+        "moving bound", OWN_BOUND,
+        (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)",
+               "self.private_step.begin(sigma); "
+               "self.private_step.coming = bounds and bounds.at(self.epoch + 1)"),
+         Patch(STEP, "add_noise", "self.step_multiplier*self.sensitivity/",
+               "self.step_multiplier*(vars(self).get('coming') or self.sensitivity)/"))),
+    Bug("earlier state unannounced", "Nobody looks at the optimizer's state.", "optimizer state",
+        ANNOUNCED,
+        (Patch(privacy_engine, "_warn_of_state", "if held and not", "if False and not"),)),
+    Bug("earlier state of one kind", "Momentum is announced, other state is not.",
+        "optimizer state", ANNOUNCED,
+        (Patch(privacy_engine, "_warn_of_state", "for x in state.values())",
+               "for key, x in state.items() if key == 'momentum_buffer')"),)),
+    Bug("ledger forgotten", "A resumed run forgets the first events of its ledger.", "resumed run",
+        RESUMED, (Patch(PrivacyEngine, "load_state_dict", 'load_state_dict(state["events"])',
+                        'load_state_dict(state["events"][1:])'),)),
+    Bug("counts forgotten", "A resumed run begins again with the first threshold.", "resumed run",
+        RESUMED, (Patch(PrivacyEngine, "load_state_dict", 'replace(optimizer.clip_rule, '
+                        '**state["rule"])', "optimizer.clip_rule"),)),
+    Bug("noise after a resumption", "A resumed run draws its noise from the beginning.",
+        "resumed run", RESUMED,
+        (Patch(PrivacyEngine, "load_state_dict",
+               "optimizer.private_step.noise.generator.set_state(noise)", "pass"),)),
+    Bug("one key for all", "Every secure draw has the same key.", "secure draws", SECURE,
+        (Patch(GaussianNoise, "key", "os.urandom(16)", "bytes(16)"),)),
+    Bug("key of torch's seed", "torch's seed decides secure keys.", "secure draws", SECURE,
+        (Patch(GaussianNoise, "key", "os.urandom(16)",
+               "bytes(torch.randint(256, (16,)).tolist())"),)),
+    Bug("one batch for all", "Every batch is drawn from the same key.", "secure draws", SECURE,
+        (Patch(poisson_batches, "poisson_batch", "key_stream(key, purpose=1)",
+               "key_stream(bytes(16), purpose=1)"),)),
+    Bug("half the rate", "The ledger has half the sample rate.", "accounted steps", LEDGER,
+        (Patch(OPTIMIZER, "begin", "self.batches.plan.sample_rate",
+               "self.batches.plan.sample_rate/2"),)),
+    Bug("steps lost", "Equal steps are one step in the ledger.", "accounted steps", LEDGER,
+        (Patch(Ledger, "add", "self._runs[-1][1] += event.steps", "pass"),)),
+    Bug("mean taken for a sum", "Norms of a mean loss are not multiplied by the batch size.",
+        "losses", READ,
+        (Patch(PrivateModule, "_take", "recorder.divisor = reading.divisor",
+               "recorder.divisor = 1"),)),
+    Bug("one divisor for all tokens", "Every sample's divisor is the mean of the batch's.",
+        "losses", READ,
+        (Patch(RecordedSamples, "__init__", "divisor[at] if own else divisor",
+               "divisor.mean() if own else divisor"),)),
+    Bug("rows by the largest", "Rows are divided by the batch's largest element.",
+        "sanitized rows", OWN_ROW,
+        (Patch(SanitizationLayer, "clipped", "rows.clamp(", "(rows/rows.abs().max()).clamp("),)),
+    Bug("rows without their mean", "The batch's mean row is taken off every row.",
+        "sanitized rows", OWN_ROW,
+        (Patch(SanitizationLayer, "noisy", "rows.detach().double()",
+               "(rows.detach() - rows.detach().mean(0)).double()"),)),
+    Bug("95 % for every confidence", "A one-run bound holds at 95 %, whatever is asked.",
+        "one-run bounds", ONE_RUN,
+        (Patch(bounds, "one_run_bound", "- (1 - confidence)", "- .05"),)),
+    Bug("one guess more", "A one-run bound counts one right guess too many.", "one-run bounds",
+        ONE_RUN,
+        (Patch(bounds, "_one_run_p_value", "right.sf(correct - 1)", "right.sf(correct)"),)),
+    Bug("50 % for every confidence, Gaussian", "A one-run bound on a Gaussian curve holds at 50 %.",
+        "one-run bounds", ONE_RUN,
+        (Patch(bounds, "_one_run_gaussian_refutes", "1 - confidence", ".5"),)),
+    Bug("a step less", "PLD composes one step too few.", "composition", COMPOSED,
+        (Patch(certified, "_composed", "_repeated(one, e.steps)",
+               "_repeated(one, max(e.steps - 1, 1))"),)),
+    Bug("a smaller rate", "PLD takes 0.95 of a sample rate below one.", "composition", COMPOSED,
+        (Patch(certified, "_composed", "sampling_prob=e.sample_rate",
+               "sampling_prob=e.sample_rate*(1 if e.sample_rate == 1 else .95)"),)),
+    Bug("optimistic PLD", "PLD rounds losses down.", "composition", COMPOSED,
+        (Patch(certified, "_composed", "pessimistic=True", "pessimistic=False"),)),
+    Bug("RDP of fewer steps", "RDP composes nine tenths of the steps.", "composition", COMPOSED,
+        (Patch(rdp, "rdp_of_events", "e.steps*rdp_sampled_gaussian",
+               ".9*e.steps*.1**(e.sample_rate < 1)*rdp_sampled_gaussian"),)),
+    Bug("no noise", "No step has noise, and the ledger is whole.", "audit", AUDITED,
+        (Patch(STEP, "add_noise", "self.noise_std if draws else 0.", "0."),)),
+    Bug("no noise in the last layer", "The last weights have none.", "audit", AUDITED,
+        (Patch(STEP, "add_noise", FILL, f"{FILL}; self.recorder.flat[-101:] = 0"),)),
 ]
 
 # what the small attack sees too
