@@ -62,32 +62,6 @@ def own_parameters(
     held = [p for child in module.children() if _is_holder(child) for p in child.parameters()]
     own = dict.fromkeys([*module.parameters(recurse=False), *held])
     return [p for p in own if p.requires_grad and p not in inside]
-<<<<<<< /tmp/tmpe40p66d8.txt
-=======
-
-def _trains(module:nn.Module)->bool: return any(p.requires_grad for p in module.parameters())
-
-def has_kernel(module:nn.Module)->bool: # Whether this package or Opacus has a formula for it
-    return type(module) in KERNELS or type(module) in GradSampleModule.GRAD_SAMPLERS
-
-def recorded_layers(
-    model:nn.Module,
-    name:str="", # Of the model inside a larger one
-    merged:frozenset=frozenset(), # Names of modules that are one block, with all that is inside
-)->dict: # Name -> module
-    "The modules that own trainable parameters."
-    is_one = name in merged or is_splittable(model)
-    owns = own_parameters(model) or (is_one and _trains(model))
-    found = {name: model} if owns else {}
-    if owns and (name in merged or not has_kernel(model)): return found
-    for child, module in _layers_inside(model):
-        new = recorded_layers(module, f"{name}.{child}" if name else child, merged)
-        found.update({k: v for k, v in new.items() if all(v is not w for w in found.values())})
-    blocks = [layer for layer in found.values() if not has_kernel(layer)]
-    # Under a second name
-    inside = {m for layer in blocks for m in layer.modules() if m is not layer}
-    return {k: v for k, v in found.items() if v not in inside}
->>>>>>> /tmp/tmp8qgsxtez.txt
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #d65b0a47
 def _trains(module:nn.Module)->bool: return any(p.requires_grad for p in module.parameters())
@@ -101,7 +75,8 @@ def recorded_layers(
     merged:frozenset=frozenset(), # Names of modules that are one block, with all that is inside
 )->dict: # Name -> module
     "The modules that own trainable parameters."
-    owns = own_parameters(model) or (name in merged and _trains(model))
+    is_one = name in merged or is_splittable(model)
+    owns = own_parameters(model) or (is_one and _trains(model))
     found = {name: model} if owns else {}
     if owns and (name in merged or not has_kernel(model)): return found
     for child, module in _layers_inside(model):
@@ -197,31 +172,14 @@ class BookKeeping:
                                    if p in self.slots} for name, layer in self.layers.items()}
         self.blocks = [name for name, layer in self.layers.items()
                        if name in self.merged or not has_kernel(layer)]
-<<<<<<< /tmp/tmprhk2rj0_.txt
-=======
 
-    def _split(self, name:str, attention:SplitAttention):
-        self.attentions.append(attention)
-        for inside, layer in attention.layers.items():
-            if any(p in self.slots for p in layer.parameters()):
-                self.layers[f"{name}.{inside}".lstrip(".")] = layer
-
-    def clear(self):
-        "Forget the record of the last batch."
-        self.expanded = set() # Layers whose output was expanded over the batch
-        self.common = {} # Output that is the same for all samples -> (layer name, `CallInput`)
-        self.pages, self.shared, self.uses = {}, {}, Counter()
-        self.batch_sizes, self.freed, self.widest, self.read = [], 0, 0, []
-        self.untimed, self.came, self.current = {}, {}, object()
-
-    def _check_pin(self, name:str):
-        if name not in self.layers:
-            raise ValueError(f"kernels must name layers of the model, got {name!r}")
-        known = list(kernels_of(self.layers[name]))
-        if self.kernels[name] not in known:
-            raise ValueError(f"kernels[{name!r}] must be one of {known}, got "
-                             f"{self.kernels[name]!r}")
->>>>>>> /tmp/tmp8g2cj4g3.txt
+# %% ../../nbs/algorithms/book_keeping.ipynb #3fa123ee
+@patch
+def _split(self:BookKeeping, name:str, attention:SplitAttention):
+    self.attentions.append(attention)
+    for inside, layer in attention.layers.items():
+        if any(p in self.slots for p in layer.parameters()):
+            self.layers[f"{name}.{inside}".lstrip(".")] = layer
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #67c2f68e
 @patch
@@ -317,34 +275,6 @@ def check_precision(device_type:str):
     if torch.is_autocast_enabled(device_type):
         raise ValueError("the forward pass must run in the parameters' own precision, got "
                          "autocast; leave it off")
-<<<<<<< /tmp/tmpbb1ba1ay.txt
-=======
-
-@patch
-@contextmanager
-def recording(self:BookKeeping):
-    "Hook the layers for one forward pass."
-    self.clear()
-    handles = [layer.register_forward_hook(partial(self._tap, name), with_kwargs=True, prepend=True)
-        for name, layer in self.layers.items()] # Before other hooks on the layer's output
-    handles += [self.layers[name].register_forward_pre_hook(partial(self._note, name))
-                for name in self.blocks]
-    finds_ties = is_power_or_zero(self.passes)
-    if finds_ties:
-        handles += self._freeze_in_layers()
-    for p in self.slots:
-        p.requires_grad_(finds_ties)
-    self.is_open = True
-    try:
-        with split(self.attentions): yield self
-    finally:
-        self.is_open = False
-        self.passes += torch.is_grad_enabled()
-        for handle in handles:
-            handle.remove()
-        for p in self.slots:
-            p.requires_grad_(True)
->>>>>>> /tmp/tmp1_80qbq5.txt
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #220a1894
 @patch
@@ -362,7 +292,8 @@ def recording(self:BookKeeping):
     for p in self.slots:
         p.requires_grad_(finds_ties)
     self.is_open = True
-    try: yield self
+    try:
+        with split(self.attentions): yield self
     finally:
         self.is_open = False
         self.passes += torch.is_grad_enabled()
@@ -464,27 +395,6 @@ def _tap(self:BookKeeping, name, layer, args, kwargs, output):
         self._write(name, held.pop(), version, b[at], role)
     y.grad_fn.register_prehook(back)
     return (type(output)([y, *output[1:]]) if isinstance(output, (tuple, list)) else y)
-<<<<<<< /tmp/tmpijgndbgs.txt
-=======
-
-@patch
-def _on_graph(self:BookKeeping, name:str, y:Tensor)->Tensor:
-    "The same output, which asks for a gradient."
-    if not y.requires_grad:
-        y = _Anchor.apply(y, self.anchor)
-    if y.grad_fn is None:
-        raise ValueError(f"module must run as Python, got layer {name!r} without a graph, as under "
-                         "torch.compile")
-    return y
-
-@patch
-def _check_back(self:BookKeeping, name, is_first:bool):
-    "Let the backward pass through once, after the forward pass, while that is the last."
-    if is_first and not self.is_open: return
-    self.clear()
-    raise ValueError(f"{_ONCE} at layer {name!r}, as where a derivative is part of the loss; give "
-                     "the inputs of two passes to one module, which may run its layers twice")
->>>>>>> /tmp/tmp17mdxc4o.txt
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #f9c347e8
 @patch
@@ -502,7 +412,8 @@ def _check_back(self:BookKeeping, name, is_first:bool):
     "Let the backward pass through once, after the forward pass, while that is the last."
     if is_first and not self.is_open: return
     self.clear()
-    raise ValueError(f"{_ONCE} at layer {name!r}, as where a derivative is part of the loss")
+    raise ValueError(f"{_ONCE} at layer {name!r}, as where a derivative is part of the loss; give "
+                     "the inputs of two passes to one module, which may run its layers twice")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #6db3f7c8
 @patch

@@ -168,47 +168,8 @@ def calibrated(
     return schedule.rescaled(calibrate_events(events_of, target, accountant=accountant))
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #d4c9aaef
-<<<<<<< /tmp/tmpplouhkjc.txt
-RuleName = Literal["flat", "auto_s", "psac", "global", "global_adapt", "global_adapt_v2"]
-=======
 RuleName = Literal["flat", "auto_s", "psac", "global", "global_adapt", "global_adapt_v2",
     "quantile"]
-
-# Meaning; range; default; example, of each argument
-_ARGUMENTS = {
-    "module": "the network; no BatchNorm; it may be in DistributedDataParallel",
-    "optimizer": "any of torch; it must hold the trainable parameters of module",
-    "data_loader": "a torch DataLoader; its data set, batch size, collate function and workers "
-        "are kept, and its batches become Poisson batches",
-    "noise_multiplier": "sigma, the noise's standard deviation over the sensitivity; > 0; needed "
-        "without noise_schedule and target; noise_multiplier=1.1",
-    "max_grad_norm": "C, the bound on one record's gradient norm; in (0, 1e30); the rule's own "
-        "default, 1; max_grad_norm=0.5",
-    "clip_rule": "how each gradient is scaled: a name or a ClipRule; flat clipping; "
-        "clip_rule='auto_s' or clip_rule=AutoS(stability=0.1)",
-    "noise_schedule": "sigma by epoch or step; a Schedule, of which a target takes the shape "
-        "alone; constant; StepDecay(initial=2, decay_rate=0.5, drop_every=10)",
-    "bound_schedule": "the clipping bound by epoch or step; a Schedule that decays the value; "
-        "constant; LinearDecay(initial=1, decay_rate=0.9, decay_of='value')",
-    "expected_batch_size": "b, the mean Poisson batch of all processes, a public number; from 1 to "
-        "the size of the data set; the loader's batch size; expected_batch_size=256",
-    "loss_reduction": "what the loop's loss does over the batch; mean or sum; mean; "
-        "loss_reduction='sum'",
-    "noise_generator": "a seed, for experiments that repeat; a torch.Generator; None, noise keyed "
-        "by the operating system; torch.Generator().manual_seed(0)",
-    "kernels": "layer name to kernel, for runs that repeat to the bit; None, the fastest; "
-        "kernels={'0': 'matrices'}",
-    "target": "the most that a run of `epochs` may spend, in place of a multiplier; a Target; "
-        "None; Target(true_positive_rate=0.05, false_positive_rate=0.01)",
-    "epochs": "passes of the loader for which a target pays; >= 1; given exactly with a target; "
-        "epochs=10",
-    "target_epsilon": "epsilon at the end, in nats; > 0; no default; target_epsilon=1",
-    "target_delta": "delta of that epsilon; in (0, 1), below one over the number of records; no "
-        "default; target_delta=1e-5",
-    "opacus_options": "Opacus's other arguments, each at the one value that is private here; "
-        "poisson_sampling=True",
-}
->>>>>>> /tmp/tmpn2cgh2q6.txt
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #e8bcaff4
 # Meaning; range; default; example, of each argument

@@ -284,7 +284,7 @@ def audited_loop(
     seed:int=0,
 )->Check: # Of the epsilon that was found; bound: the certified one
     "An audit of the loop finds no more than its certificate."
-    import dp_companion.audits.engine # It gives `PrivacyEngine` its audit
+    import dp_companion.audits.engine # noqa: F401 - it gives `PrivacyEngine` its audit
     training = _Training(seed=seed, noise_schedule=Constant(initial=2.))
     training.run(1)
     report = training.engine.audit(1e-5, draws=2000, confidence=1 - ALARM, seed=seed)
