@@ -48,7 +48,7 @@ KERNELS = {
     ("cifar_cnn", 32): {"0": "matrices", "3": "grouped", "6": "matrices"},
     **{("small_shufflenet", side): _SHUFFLENET for side in (24, 200)},
     ("resnet50", 224): _RESNET50,
-    ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, # Only a linear layer learns
+    ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, ("linear", 1): {}, # Only a linear layer learns
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
 
 # %% ../../nbs/training/run.ipynb #89fb912b

@@ -196,10 +196,10 @@ STEP, OPTIMIZER, BATCHES = (
     private_step.PrivateStep, private_optimizer.PrivateOptimizer, poisson_batches.PoissonBatches
 )
 LAG = "self.private_step.begin(self.noise_schedule.at(max(self.epoch - 1, 0)))"
-LATE = "training.multipliers[max(t - training.plan.steps//training.plan.epochs, 0)].item()"
+LATE = "training.multipliers[max(began[0] - training.plan.steps//training.plan.epochs, 0)].item()"
 # Where the trainer does not look itself
-LATE_RUN = Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}",
-                 (("report.noise_multiplier != noise_multiplier", "False"),))
+LATE_RUN = (Patch(run, "step", "noise_multiplier=noise_multiplier", f"noise_multiplier={LATE}"),
+            Patch(run, "end", "report.noise_multiplier != noise_multiplier", "False"))
 # The engines see wrong norms themselves
 NO_LOOK = (Patch(spot_checks, "_check_norm", "found<(1-slack)*true", "False"),
            Patch(spot_checks, "_check_direction", "away>_slack(recorder.flat.dtype)*size", "False"))
@@ -311,11 +311,11 @@ ZOO = [
         (Patch(OPTIMIZER, "begin", "self.private_step.begin(sigma)", LAG),)),
     Bug("late schedule, trainer", "The trainer applies the multiplier of the epoch before, and "
         "takes down the right one.", "run", APPLIED,
-        (LATE_RUN,)),
+        LATE_RUN),
     Bug("late schedule, trainer, counts",
         "The same with a rule that counts, whose counts are a part of every event.", "run, counts",
         APPLIED,
-        (LATE_RUN,)),
+        LATE_RUN),
     Bug("C for 2C, groups", "DP-F states C0, and lets 2 C0 through.", "rule", STATED,
         (Patch(GroupAdaptive, "sensitivity", "max(self.group_bounds)", "self.max_grad_norm"),)),
     Bug("C for 2C, relation", "Replacing a record is accounted like adding one.", "relation",

@@ -7,7 +7,8 @@ from dp_companion.training.run import pinned_kernels
 from dp_companion.training.spec import build_method, run_spec
 
 SIDES = {"digits": 8, "unbalanced_digits": 8, "two_digits": 8, "mnist": 28, "unbalanced_mnist": 28,
-         "cifar10": 32, "cifar100": 32, "synthetic_melt_pool_small": 24, "thinwall": 200}
+         "cifar10": 32, "cifar10_efficientnet": 1, "cifar100": 32,
+         "synthetic_melt_pool_small": 24, "thinwall": 200}
 
 
 @pytest.mark.parametrize("method", [f"DP-SGD-Global-Adapt-V2-{decay}" for decay in "LTS"])
