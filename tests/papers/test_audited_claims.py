@@ -15,5 +15,5 @@ def test_page_shows_every_headline_with_three_epsilons(root, paper):
     )
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith(f"| {paper} |")]
     assert len(rows) >= 2 and all(
-        len(row) == 7 and float(row[5].replace(",", "")) >= 0 for row in rows
+        len(row) == 9 and float(row[5].replace(",", "")) >= 0 for row in rows
     ), "run `make pages`"
