@@ -38,15 +38,13 @@ def _digits(value):
     if math.isinf(value): return "∞"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
-_COLUMNS = ("claim", "data", "printed ε", "RDP", "PLD", "PLD, replaced", "at least", "μ", "verdict",
-            "as the code runs", "first σ that holds")
+_COLUMNS = ("claim", "data", "printed ε", "verdict", "RDP", "PLD", "at least", "μ",
+            "first σ that holds")
 
 def _row(r, claim):
     "The cells of one claim."
-    run = f"{r.as_run}: ε ≥ {_digits(r.run_lower)}" if r.as_run else ""
-    return (claim.title.split(",")[0], claim.dataset, claim.epsilon, _digits(r.rdp), _digits(r.pld),
-            _digits(r.replaced), _digits(r.lower), _digits(r.mu), r.verdict, run,
-            _digits(r.multiplier))
+    return (claim.title.split(",")[0], claim.dataset, claim.epsilon, r.verdict, _digits(r.rdp),
+            _digits(r.pld), _digits(r.lower), _digits(r.mu), _digits(r.multiplier))
 
 _SCRIPT = """<script>
 (function () {
@@ -92,7 +90,9 @@ def _details(r, claim):
              "noise and steps": "; ".join(f"σ = {s:.4g}, {t:,} steps" for s, t in claim.noise[:6])
              + (" …" if len(claim.noise) > 6 else ""), "clipping": claim.clipping,
              "accountant": claim.accountant, "printed digits by": r.reproduced,
-             "verdict": f"{r.verdict}. {r.why}", "note": claim.note,
+             "verdict": f"{r.verdict}. {r.why}", "PLD, one record replaced": _digits(r.replaced),
+             "as the code runs": f"{r.as_run}: ε ≥ {_digits(r.run_lower)}" if r.as_run else "",
+             "note": claim.note,
              "recompute": f"dp-companion claim {claim.name}"}
     lines = "".join(_line(name, value) for name, value in shown.items() if value not in ("", None))
     return (f'<details id="claim-{claim.name}"><summary>{escape(claim.name)}</summary>'
