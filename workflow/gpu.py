@@ -132,10 +132,9 @@ def table4(runs, is_small):
 
 def runs_of(names, out):
     "Specs by their names, in that order, and the data of all."
-    from dp_companion.papers.grids import read_specs
     from dp_companion.training.datasets import load_dataset
-    asked = {spec.name: spec for spec in read_specs(out/"specs")}
-    specs = [asked[name] for name in names]
+    from dp_companion.training.spec import spec_from_dict
+    specs = [spec_from_dict(json.loads((out/"specs"/f"{name}.json").read_text())) for name in names]
     return specs, load_dataset(specs[0].dataset)
 
 
