@@ -1,7 +1,7 @@
 """The size of the package: what was promised, and limits where the promise is not kept.
 
-CONTRIBUTING ("What is larger than promised") says why. A limit may fall; it rises only together
-with its sentence there.
+CONTRIBUTING ("What is larger or slower than promised") says why. A limit may fall; it rises only
+together with its sentence there.
 """
 import ast
 from pathlib import Path
