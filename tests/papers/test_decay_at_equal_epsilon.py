@@ -1,4 +1,6 @@
 "The committed arms: their index, their budgets, their seeds, and what is said of them."
+from dataclasses import replace
+
 import pytest
 
 from dp_companion.budgets.certified import certify
@@ -84,6 +86,8 @@ def test_every_recipe_is_where_its_name_says_and_stays_under_its_epsilon(root, r
 
 def test_counting_the_tries_costs_and_the_index_of_runs_is_left_alone(root, recipes):
     first = recipes[0]
-    assert first.epsilon < epsilon_with_tuning(first)
+    tries = {str(rate): .5 for rate in range(50)}
+    more = replace(first, labels=first.labels | {"tries": tries})
+    assert first.epsilon < epsilon_with_tuning(first) < epsilon_with_tuning(more)
     assert "recipes" not in (root/"results"/"index.csv").read_text(encoding="utf-8")
     assert all(points.seeds == 5 for *_, points in worth(recipes))
