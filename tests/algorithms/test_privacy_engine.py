@@ -157,7 +157,8 @@ def test_every_step_of_a_loop_is_that_of_the_oracles(rule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.kind}-{s.unit}")
-@pytest.mark.parametrize("batch_size", [8, 7, 13])
+@pytest.mark.parametrize("batch_size", [8, *(pytest.param(b, marks=pytest.mark.slow)
+                                           for b in (7, 13))])
 def test_the_budget_is_that_of_the_applied_steps(schedule, batch_size):
     epochs, rule, applied = 3, GlobalAdapt(max_grad_norm=.5, count_noise=4.), []
     privacy, model, optimizer, loader = private(noise_schedule=schedule, clip_rule=rule,

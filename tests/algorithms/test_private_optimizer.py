@@ -291,8 +291,8 @@ def test_what_another_engine_has_trained_is_refused(what):
     target = dict(target_epsilon=1., target_delta=1e-5, epochs=1, max_grad_norm=1.,
         data_loader=DataLoader(data(), batch_size=8))
     def made(module, optimizer=None): return PrivacyEngine(
-        secure_mode=False).make_private_with_epsilon(module=module, optimizer=optimizer
-        or torch.optim.SGD(module.parameters(), lr=.1), **target)
+        accountant="rdp", secure_mode=False).make_private_with_epsilon(module=module,
+        optimizer=optimizer or torch.optim.SGD(module.parameters(), lr=.1), **target)
     module, optimizer, loader = made(*made(network())[:2]) # One that has spent nothing
     train(module, optimizer, loader)
     again = {"module": (module,), "optimizer": (module._module, optimizer), "both": (module,

@@ -93,6 +93,7 @@ def test_v2_s_as_printed_is_refuted(setting, draws, least):
     )["rdp"].epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flat", "global_adapt_v2"])
 def test_a_draw_costs_at_most_fifteen_ordinary_steps(name):
     "So the six audits of the next test take 3 minutes on two cores."

@@ -100,12 +100,14 @@ def test_pld_calibration_never_overshoots(schedule, target, relation):
                                        neighbouring_relation=relation) <= target
 
 
+@pytest.mark.slow
 def test_a_steep_decay_is_no_query_of_fixed_noise():
     steep = StepDecay(initial=1, decay_rate=1e-19, drop_every=3)
     sigma = calibrate(steep, SMALL, target_epsilon=1, delta=1e-5)
     assert .999 < by_pld(gaussian_events(steep.rescaled(sigma), SMALL)) <= 1
 
 
+@pytest.mark.slow
 def test_any_events_are_calibrated_as_their_schedule():
     def events_of(sigma): return gaussian_events(STEP.rescaled(sigma), SMALL)
     for accountant in ("rdp", "pld"):

@@ -23,6 +23,7 @@ def known(sampling, relation, *events, delta=1e-5):
 PAIRS = [(s, r) for s in SAMPLINGS for r in _RELATIONS[s]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling, relation", PAIRS)
 def test_bounds_are_in_order_and_monotone(sampling, relation):
     found = [known(sampling, relation, event(s, .05, t)) for s, t in ((1., 200), (2., 200),
@@ -32,6 +33,7 @@ def test_bounds_are_in_order_and_monotone(sampling, relation):
     assert found[0].lower > found[1].lower >= found[2].lower
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relation", _RELATIONS["poisson"])
 @pytest.mark.parametrize("sigma, q, steps", [(.7, .01, 400), (3., .2, 50), (1., 1., 4)])
 def test_poisson_bounds_enclose_a_second_accountant(sigma, q, steps, relation):
@@ -56,6 +58,7 @@ def test_fixed_size_is_not_above_rdp(sigma, size, steps):
     assert found.lower <= found.upper <= accountant.get_epsilon(1e-5)
 
 
+@pytest.mark.slow
 def test_two_phases_of_noise_lie_between_the_phases():
     for sampling, relation in PAIRS:
         phases = [event(1.5, .1, 100), event(3., .1, 100)]

@@ -39,6 +39,7 @@ def test_a_certificate_that_is_no_sum_of_events_does_not_add():
         budget_report(RUN, delta=DELTA) + filtered
 
 
+@pytest.mark.slow
 def test_a_person_of_records_drawn_alone_is_the_groups():
     report = person_report(RUN, records=3, delta=DELTA)
     assert report.certified == certify_group(RUN, images=3, delta=DELTA)
@@ -54,6 +55,7 @@ def test_more_tries_cost_more_and_less_than_all_of_them(distribution):
     assert math.isfinite(costs[-1])
 
 
+@pytest.mark.slow
 def test_what_was_spent_before_counts_in_a_target():
     def after(sigma): return (*RUN, MechanismEvent(noise_multiplier=sigma, sample_rate=.1, steps=9))
     spent = certify(RUN, delta=DELTA)["pld"].epsilon
@@ -66,6 +68,7 @@ def test_what_was_spent_before_counts_in_a_target():
     assert float(trade_off(after(sigma)).true_positive_rate(.01)) <= 2*risk
 
 
+@pytest.mark.slow
 def test_two_models_have_one_ledger():
     torch = pytest.importorskip("torch")
     from torch.utils.data import DataLoader, TensorDataset

@@ -83,6 +83,7 @@ def test_rdp_rises_with_images_and_stays_below_the_crude_bound(sigma, q, k):
     assert (one <= all_at_once*(1 + 1e-9) + 1e-10).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [1e-5, .01, .03, .1])
 def test_little_noise_meets_the_crude_bound(sigma):
     "Between its lower bound and the pessimistic bound, without a jump at the switch."
@@ -143,6 +144,7 @@ def test_better_than_knowing_epsilon_alone():
     assert delta < 1 and certify_group(run, images=3, delta=delta)["pld"].epsilon < epsilon
 
 
+@pytest.mark.slow
 def test_clipping_per_unit_by_simulation():
     "The share of batches that hold any image of the unit."
     draws = np.random.default_rng(0).random((200_000, 6)) < .03
@@ -162,6 +164,7 @@ def gaussian_pair_delta(epsilon, points, weights, sigma):
                       0).sum()*1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["mean then clip", "sum then clip", "mean of clipped"])
 def test_sampled_and_clipped_per_unit_by_enumeration(combine):
     "Units of one to four images with any gradients stay below the sampled Gaussian's delta."

@@ -54,6 +54,7 @@ def test_attack_catches_what_changes_the_mechanism(bug):
 def correct(): return [check for place in PLACES for check in checks_at(place, 0)]
 
 
+@pytest.mark.slow
 def test_correct_engine_passes(correct):
     assert [check for check in correct if not check.holds] == []
 
@@ -66,6 +67,7 @@ def test_three_hundred_checks_raise_no_false_alarm():
     assert [check for check in found if not check.holds] == []
 
 
+@pytest.mark.slow
 def test_false_alarms_are_rare_and_every_check_has_a_bug(correct):
     "The attack's confidence is 1 - ALARM; a check by size has no false alarm."
     assert sum(check.bound == ALARM or check.name == ATTACK for check in correct)*ALARM < 1e-4

@@ -34,6 +34,7 @@ def test_every_profile_is_priced(root, profile):
     if profile == "digits": assert (costs["timed"] == costs["runs"]).all()
 
 
+@pytest.mark.slow
 def test_the_counted_runs_are_those_that_train(tmp_path):
     counted = planned_costs("digits", "sad", "Table II")
     assert counted["runs"].tolist() == [len(table_runs("sad", "Table II", "digits", tmp_path))]

@@ -1,4 +1,5 @@
 "No verdict comes from a run outside the regime of its claim: the regime of every record is read."
+from functools import lru_cache
 from itertools import groupby
 
 import pytest
@@ -14,6 +15,7 @@ CLAIMS = (*global_adapt.UTILITY_CLAIMS, *global_adapt.NORM_CLAIMS, *FAIRNESS_CLA
           *global_adapt.cifar_claims(("Table 5", "Table 14")))
 
 
+@lru_cache(maxsize=None)
 def pools_of(paper):
     "The committed runs of a paper by data set, accounting and size."
     def key(r): return r.spec.dataset, r.spec.accounting, r.spec.epochs
@@ -36,7 +38,8 @@ def is_in_regime(record):
     "Read from the spec alone: certified noise, or the paper's own E, K and b on MNIST."
     spec = record.spec
     if spec.accounting == "certified": return True
-    own = {"mnist": (100, 10, 64), "unbalanced_mnist": (100, 10, 64), "cifar10": (100, 10, 64)}
+    own = dict.fromkeys(("mnist", "unbalanced_mnist", "cifar10", "cifar10_efficientnet"),
+                        (100, 10, 64))
     here = spec.epochs, spec.method.drop_every or 10, spec.expected_batch_size
     return own.get(spec.dataset) == here
 

@@ -121,6 +121,7 @@ def problems(browser, s):
         if not math.isclose(page, package, rel_tol=tolerance): yield s, name, page, package
 
 
+@pytest.mark.slow
 def test_a_few_settings_agree_with_the_package(tab):
     browser, address = tab
     browser.open(address)

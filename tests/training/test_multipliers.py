@@ -11,6 +11,7 @@ SHAPES = {"constant": Constant(initial=1.), "linear": LinearDecay(initial=1., de
           "step": StepDecay(initial=1., decay_rate=.5, drop_every=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("target", (1., 8.))
 def test_a_certified_multiplier_spends_its_target_by_prv(shape, target):

@@ -26,6 +26,7 @@ def test_every_step_has_the_bound_of_its_epoch(method):
     assert step == len(bounds) == plan.steps
 
 
+@pytest.mark.slow
 def test_a_kept_budget_is_not_computed_again(tmp_path):
     code = ("import sys; from dp_companion.training.planning import cached\n"
             "from dp_companion.budgets.schedules import Constant, PoissonPlan\n"

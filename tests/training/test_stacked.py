@@ -43,6 +43,7 @@ def double(monkeypatch):
 def weights(run): return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
+@pytest.mark.slow
 def test_a_stacked_run_is_the_run_alone_in_double_precision(double):
     alone, together = ([Run(spec, double) for spec in SPECS] for _ in range(2))
     stack = _Stack(together)

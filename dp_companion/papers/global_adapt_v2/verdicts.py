@@ -19,7 +19,8 @@ from ...training.paired import above_one_of, compared, counted, least, spread_sa
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #bcec82b3
 _PAPERS_DATA = {"mnist": "MNIST", "unbalanced_mnist": "Unbalanced MNIST", "thinwall": "Thinwall",
-    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"} # our name to the paper's; all else stands in
+    "cifar10": "CIFAR-10", "cifar10_efficientnet": "CIFAR-10",
+    "cifar100": "CIFAR-100"} # our name to the paper's; all else stands in
 
 class Regime(NamedTuple):
     "The settings that decide whether a run may judge a printed claim."

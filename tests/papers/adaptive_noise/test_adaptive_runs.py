@@ -43,6 +43,7 @@ def test_noise_that_was_not_granted_stops_the_run(tmp_path, monkeypatch):
 PRINTED = adaptive_values(adaptive_profile("digits"), "Algorithm 4.1 as printed", **SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [*ADAPTIVE.values(), PRINTED], ids=["gradient", "loss", "batch"])
 def test_a_killed_run_ends_the_same(tmp_path, monkeypatch, values):
     spec = spec_of(values | {"epochs": 3}, noise_multiplier=4.)

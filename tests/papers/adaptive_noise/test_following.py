@@ -2,6 +2,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from opacus.accountants.analysis.rdp import compute_rdp
@@ -47,6 +48,7 @@ def test_a_state_goes_through_a_file_and_back():
     assert following_state(other) == following_state(noise) and other.next() == noise.next()
 
 
+@pytest.mark.slow
 def test_algorithm_4_1_has_the_privacy_of_sensitivity_2c():
     "Worst neighbours, one step: mean gap 2C, noise 2C*noise_multiplier, mu 1/noise_multiplier."
     model = torch.nn.Linear(1, 1, bias=False)

@@ -38,6 +38,7 @@ def drawn(monkeypatch):
     return stds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TABLE_II)
 def test_noise_and_bound_of_every_step_are_the_certified_ones(tmp_path, digits, drawn, method):
     values = sad_values(sad_profile("digits"), method, epochs=5, expected_batch_size=128)
@@ -89,6 +90,7 @@ QUANTILE = sad_values(sad_profile("digits"), "Auto-DPSGD-S, private threshold", 
                       drop_every=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [SAD, QUANTILE], ids=["stages", "quantile"])
 def test_a_killed_run_ends_the_same(tmp_path, monkeypatch, digits, values):
     spec = spec_of(values | {"epochs": 3}, noise_multiplier=4.)

@@ -19,6 +19,7 @@ from dp_companion.training.training import train
 from sanitized_runs import DATA, SIZE, SPECS, below_spec
 
 
+@pytest.mark.slow
 def test_printed_is_told_apart_whatever_the_noise():
     loud = run_spec(**printed_values(SIZE, layer_noise_multiplier=22.), seed=0)
     # of one and the same run
@@ -50,6 +51,7 @@ def test_below_holds_in_20_runs():
     assert .5*certified_epoch(spec) < max(found) <= certified_epoch(spec)
 
 
+@pytest.mark.slow
 def test_a_step_with_half_of_the_noise_is_found_out(monkeypatch):
     spec, fill = below_spec(noise_multiplier=4.), GaussianNoise.fill_
     assert attack_step(spec, draws=2000).epsilon <= certified_step(spec)
@@ -58,6 +60,7 @@ def test_a_step_with_half_of_the_noise_is_found_out(monkeypatch):
     assert attack_epoch(spec, draws=2000).epsilon > certified_epoch(spec)
 
 
+@pytest.mark.slow
 def test_an_epoch_composes_its_step_and_its_row():
     spec = below_spec(noise_multiplier=4., layer_noise_multiplier=2.)
     out, into = (epoch_scores(spec, is_bright, 4000, 7 + is_bright) for is_bright in (False, True))
@@ -69,6 +72,7 @@ def test_an_epoch_composes_its_step_and_its_row():
         sensitivity=1., epsilon=e) - spec.delta, .1, 20), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_step_scores_have_the_accounted_distance():
     spec = below_spec(noise_multiplier=2.)
     out, into = (step_scores(spec, sign, 4000, 7 + sign) for sign in (-1, 1))

@@ -18,6 +18,7 @@ from killed_runs import whole_and_parts
 from sanitized_runs import DATA, SIZE, SPECS, below_spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SPECS)
 def test_killed_run_ends_the_same(method, tmp_path, monkeypatch):
     whole, parts = whole_and_parts(SPECS[method], tmp_path, DATA, monkeypatch)
