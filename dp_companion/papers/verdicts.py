@@ -7,10 +7,13 @@ __all__ = ['Verdict', 'verdict_box', 'paired_difference', 'forest', 'ruler']
 
 # %% ../../nbs/papers/verdicts.ipynb #e199982a
 import math
+import textwrap
 from dataclasses import dataclass
+from html import escape
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
-from ..figures import figure, series
+from ..figures import PALETTE, figure, series
 from .tables import metric_of, short_name
 from ..training.paired import compared, same_seeds
 
@@ -174,24 +177,59 @@ def all_or_none(
     if len(seen) == 1: return INCONCLUSIVE, f"{why}; one seed decides nothing"
     return HOLDS if all(seen) else INCONCLUSIVE if any(seen) else REFUTED, why
 
+# %% ../../nbs/papers/verdicts.ipynb #2380ee00
+def _panel(title, of, xlabel):
+    "Height and SVG of one panel, 350 wide: above each interval what is compared."
+    reach = [0, *(e for d in of for e in (d.mean, *_ends(d)))]
+    if not any(reach): reach += [-1, 1]
+    ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(min(reach), max(reach))
+    x = lambda value: 14 + 322*(value - ticks[0])/(ticks[-1] - ticks[0])
+    heads, foot = textwrap.wrap(title, 42), 34*len(of)
+    lines = [f'<title>{escape(title)}</title>']
+    lines += [_words(0, 16*k + 14, head, "start", "bold") for k, head in enumerate(heads)]
+    lines.append(f'<g transform="translate(0 {16*len(heads) + 6})">')
+    for tick in ticks:
+        lines += [f'<path d="M{x(tick):.0f} 0V{foot}" stroke="#888" stroke-dasharray="0 18 15 1" '
+                  f'stroke-width="{.3 if abs(tick) > 1e-9 else 1.5}"/>',
+                  _words(x(tick), foot + 15, f"{round(tick, 9):g}".replace("-", "−"))]
+    lines += [line for k, d in enumerate(of) for line in _interval(d, 34*k, x)]
+    lines += [_words(175, foot + 34, xlabel), "</g>"]
+    return foot + 16*len(heads) + 48, "".join(lines)
+
+def _ends(d): return () if math.isnan(d.half) else (d.mean - d.half, d.mean + d.half)
+
+def _words(x, y, text, anchor="middle", weight="normal"):
+    return (f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" '
+            f'fill="currentColor">{escape(text)}</text>')
+
+def _interval(d, y, x):
+    "What is compared, the interval below it, and its mean."
+    ends, style = [x(e) for e in _ends(d)], f'stroke="{PALETTE[0]}" stroke-width="2"'
+    filled = PALETTE[0] if ends and abs(d.mean) > d.half else "none"
+    yield _words(0, y + 15, d.label, "start")
+    if ends: yield f'<path d="M{ends[0]:.1f} {y + 26}H{ends[1]:.1f}" {style}/>'
+    yield f'<circle cx="{x(d.mean):.1f}" cy="{y + 26}" r="4" fill="{filled}" {style}/>'
+
 # %% ../../nbs/papers/verdicts.ipynb #2380ee01
 def forest(
     panels:dict, # Title to Differences, the first on top
     *,
     xlabel:str, # What the differences are, with their unit
 ):
-    "A forest plot: one line for each difference with its 95 % interval; grey is no difference."
-    rows = max(len(of) for of in panels.values())
-    size = dict(width=3.4 + 3.2*len(panels), height=1.3 + .34*rows)
-    with figure(xlabel, "", panels=len(panels), **size) as axes:
-        for ax, (title, of) in zip(np.atleast_1d(axes), panels.items()):
-            for k, d in enumerate(of):
-                style = series(0) | {"linestyle": "none"}
-                ax.errorbar(d.mean, -k, xerr=None if math.isnan(d.half) else d.half, capsize=3,
-                    **style)
-            ax.axvline(0, color="grey", linewidth=1)
-            ax.set_yticks([-k for k in range(len(of))], [d.label for d in of], fontsize=8)
-            ax.set_title(title, fontsize=9)
+    """A forest plot: one line for each difference with its 95 % interval, hollow where that
+    contains zero. SVG, two panels abreast; the site stacks them on a narrow screen."""
+    from IPython.display import SVG, display
+    drawn, parts, y = [_panel(title, of, xlabel) for title, of in panels.items()], [], 0
+    for at in range(0, len(drawn), 2):
+        for k, (height, inside) in enumerate(drawn[at:at + 2]):
+            parts.append(f'<svg class="panel" x="{370*k}" y="{y}" width="350" height="{height}" '
+                         f'viewBox="0 0 350 {height}" role="img" font-family="sans-serif" '
+                         f'font-size="13">{inside}</svg>')
+        y += max(height for height, _ in drawn[at:at + 2])
+    width = 350 if len(drawn) == 1 else 720
+    paper = '<rect width="100%" height="100%" fill="#fff"/>'
+    display(SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
+                f'color="#222">{paper}{"".join(parts)}</svg>'))
 
 # %% ../../nbs/papers/verdicts.ipynb #49875f3a
 _MARKS = {"claimed": 0, "attacked": 1, "certified": 2} # what is drawn, to its style

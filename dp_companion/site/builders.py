@@ -167,7 +167,8 @@ def _sphinx_conf(inputs, looks):
     "The settings of Sphinx; `looks` are the names of style sheet and icon."
     settings, title = inputs.settings, inputs.quarto["website"].get("title", "Site")
     theme = {"use_download_button": True, "show_toc_level": 2, "logo": {"text": title},
-             "navbar_persistent": [], "search_bar_text": "Search"}
+             "navbar_persistent": [], "collapse_navbar": True,
+             "search_bar_text": "Search"}
     if inputs.cff: theme["extra_footer"] = f"<p>Cite as: {escape(citation(inputs.cff)[0])}</p>"
     sheets, scripts = ([name for name in looks if name.endswith(end)] for end in (".css", ".js"))
     order = inputs.root.resolve()/"nbs/search_order.js" # of what a search finds
