@@ -32,7 +32,7 @@ def series(
 
 # %% ../nbs/figures.ipynb #ddb5de72
 _DPI, _COLUMN = 110, 740 # Dots an inch; pixels of a page's column, to which wider figures shrink
-_PHONE = 320 # Pixels of a phone's column, where the panels of a figure stand one below another
+_PHONE = 320 # Pixels of a phone's column
 
 def least_size(
     width:float, # Of the figure, inches
@@ -49,13 +49,6 @@ def _raise_small_text(fig, least):
 
 # %% ../nbs/figures.ipynb #ddb5de73
 BOXES = "application/vnd.dp-companion.boxes+json" # Output type: where a page may cut a picture
-
-def _narrow_legends(fig):
-    "Two columns in a figure's legends."
-    for old in list(fig.legends):
-        entries = old.legend_handles, [text.get_text() for text in old.get_texts()]
-        old.remove()
-        fig.legend(*entries, ncols=2, loc="outside lower center")
 
 def _boxes(fig, axes):
     "Left, top, right and bottom, as shares of the picture, of each panel and of the legends."
@@ -75,7 +68,7 @@ def _show(fig, axes):
     boxes, picture = _boxes(fig, axes), BytesIO()
     fig.savefig(picture, format="png")
     png = b64encode(picture.getvalue()).decode()
-    display({"image/png": png, BOXES: boxes, "text/plain": "<Figure>"}, raw=True)
+    display({"image/png": png, BOXES: boxes}, raw=True)
     plt.close(fig)
 
 # %% ../nbs/figures.ipynb #ef98f6ca
@@ -100,7 +93,6 @@ def figure(
             ax.grid(alpha=.3)
             ax.spines[["top", "right"]].set_visible(False)
         yield axes
-        _narrow_legends(fig)
         _raise_small_text(fig, least)
         _show(fig, np.atleast_1d(axes))
 

@@ -1,4 +1,4 @@
-"""The size of the package and of its pages: what was promised, and limits where the promise is not kept.
+"""The size of the package and its pages: what was promised, limits where that is not kept.
 
 CONTRIBUTING ("What is larger or slower than promised") says why. A limit may fall; it rises only
 together with its sentence there.

@@ -90,8 +90,12 @@ def _origin_cells(draft, page):
     file, records = f"nbs/{page}.ipynb", draft.inputs.root/"results/index.csv"
     up = "../"*(page.count("/") + 1)
     told = [f"made from `{file}`", f"run by `dp-companion reproduce --only {page}`"]
-    if records.is_file(): told.append(f"[the committed records]({up}results/index.csv), by file")
+    if records.is_file(): told.append(f"[the committed records]({up}results/index.csv)")
     url, branch = (draft.inputs.settings.get(name) for name in ("git_url", "branch"))
+    paper = f"results/{page.split('/')[1]}"
+    places = [p for p in sorted((draft.inputs.root/paper).glob("*/")) if url]
+    folders = [f"[{p.name}]({url}/tree/{branch}/{paper}/{p.name})" for p in places]
+    if folders: told.append(f"records of {', '.join(folders)}")
     if url: told.append(f"[edit this page]({url}/edit/{branch}/{file})")
     return [markdown_cell(link_up(f"**This page:** {'; '.join(told)}.", page, draft.site))]
 

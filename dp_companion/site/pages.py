@@ -220,15 +220,14 @@ def to_myst(
     return _outside_code(_outside_code(text, space), change, _FENCE)
 
 # %% ../../nbs/site/pages.ipynb #3387fec0
-_BOXES = "application/vnd.dp-companion.boxes+json" # `figures.BOXES`, without loading matplotlib
+_BOXES = "application/vnd.dp-companion.boxes+json" # as `figures.BOXES`
 
 def _stacked(data):
-    "HTML of a picture whose panels a narrow screen shows one below another; None: it has none."
+    "HTML of a picture in panels, None of another."
     svg = "".join(data.get("image/svg+xml", ""))
-    parts = re.findall(r'<svg class="panel".*?</svg>', svg, re.DOTALL)
+    parts = re.findall(r'<svg class="panel.*?</svg>', svg, re.DOTALL)
     if _BOXES in data: parts = _cut_out(data["image/png"], data[_BOXES])
-    kind = "pieces" if _BOXES in data else "forest"
-    return f'<div class="panels {kind}">{"".join(parts)}</div>' if parts else None
+    return f'<div class="panels">{"".join(parts)}</div>' if parts else None
 
 def _cut_out(png, boxes):
     "The pieces of a picture in base64, each as wide as it was."
@@ -307,8 +306,7 @@ def _has_picture(outputs):
     return any(kind.startswith("image/") for out in outputs for kind in out.get("data", {}))
 
 def _has_panels(outputs):
-    shown = ["".join(out.get("data", {}).get("text/html", "")) for out in outputs]
-    return any(html.startswith('<div class="panels') for html in shown)
+    return any('<div class="panels' in str(out.get("data")) for out in outputs)
 
 # %% ../../nbs/site/pages.ipynb #3df4cc61
 _LATEX = [(r"\\(begin|end)\{aligned\}", r"\\\1{split}"), (r"\\not=", r"\\ne "),

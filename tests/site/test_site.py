@@ -222,7 +222,7 @@ def complaints(event, host):
 SCROLLERS = """[...document.querySelectorAll('.bd-article pre, .bd-article table, .cell_output')]
   .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0)
   .map(e => `${e.tagName} ${e.scrollWidth - e.clientWidth} ${e.innerText.slice(0, 50)}`)"""
-CUT = """[...document.querySelectorAll('.bd-article img, .bd-article svg.ruler')]
+CUT = """[...document.querySelectorAll('.bd-article img, .bd-article svg')]
   .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
   .map(e => e.alt || e.getAttribute('aria-label') || e.src)"""
 SMALL = """[...document.querySelectorAll('.bd-article svg text')].filter(t => t.innerHTML.trim())
@@ -296,7 +296,7 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
 @pytest.mark.browser
 @needs_browser
 def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
-    script = """[...document.querySelectorAll('.panels.forest > svg')]
+    script = """[...document.querySelectorAll('.panels > svg')]
         .map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"""
     with serve(built) as address:
         browser.view(1400)
@@ -434,7 +434,7 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     (clone/"_quarto.yml").write_text(json.dumps(quarto))
     (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
                                       "git_url = https://host.example/toy\n")
-    (clone/"results").mkdir()
+    (clone/"results/toy/digits").mkdir(parents=True)
     (clone/"results/index.csv").write_text("paper,file\n")
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
@@ -446,6 +446,7 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     assert f"--only</span> <span class=\"pre\">{page}" in text
     assert "../../../_files/results/index.csv" in text
     assert f"https://host.example/toy/edit/main/nbs/{page}.ipynb" in text
+    assert '"https://host.example/toy/tree/main/results/toy/digits">digits</a>' in text
     assert "This page:" not in (out/"index.html").read_text()
 
 
