@@ -290,3 +290,4 @@ def run_sphinx(
     broken = _broken_places(warnings, folder)
     if broken: raise SiteError(first_of(broken))
     shutil.copytree(folder/"_html/pages", out)
+    write_file(out/"_static/scripts/fontawesome.js", "") # 1.5 MB that the style sheet has too
