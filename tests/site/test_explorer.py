@@ -236,7 +236,8 @@ def test_the_pld_of_a_change_shows_within_a_second(tab):
     browser.open(f"{address}?pld{address_of(dict(HEADLINE, sigma=2.0))}")
     assert wait_for(browser, "done") == "done"
     before = cell(browser, "pld")
-    times = [browser.evaluate(CHANGED.replace("EPOCHS", str(epochs))) for epochs in (60, 70, 80)]
+    times = [browser.evaluate(CHANGED.replace("EPOCHS", str(epochs)))
+             for epochs in range(60, 76, 2)] # the machine may have other work
     assert min(times) < 1000, times
     assert cell(browser, "pld") not in ("–", before)
 
