@@ -48,10 +48,10 @@ def _raise_small_text(fig, least):
         if text.get_fontsize() < least: text.set_fontsize(least)
 
 # %% ../nbs/figures.ipynb #ddb5de73
-BOXES = "application/vnd.dp-companion.boxes+json" # Output type: where a page may cut a picture
+BOXES = "application/vnd.dp-companion.boxes+json" # Where a page may cut a picture
 
 def _boxes(fig, axes):
-    "Left, top, right and bottom, as shares of the picture, of each panel and of the legends."
+    "Left, top, right, bottom of each panel and legend, as shares of the picture."
     fig.canvas.draw()
     legends = [legend.get_window_extent() for legend in fig.legends]
     panels, foot = [ax.get_tightbbox() for ax in axes], max([e.y1 for e in legends], default=0)
@@ -62,7 +62,7 @@ def _boxes(fig, axes):
     return [[round(float(x), 4) for x in (a, 1 - d, b, 1 - c)] for a, c, b, d in shares]
 
 def _show(fig, axes):
-    "Show a figure; of several panels a notebook keeps where a page may cut it to stack them."
+    "Show a figure; a notebook keeps where a page may cut several panels."
     if len(axes) == 1 or "inline" not in plt.get_backend(): return plt.show()
     from IPython.display import display
     boxes, picture = _boxes(fig, axes), BytesIO()

@@ -178,7 +178,7 @@ def all_or_none(
     return HOLDS if all(seen) else INCONCLUSIVE if any(seen) else REFUTED, why
 
 # %% ../../nbs/papers/verdicts.ipynb #2380ee00
-_FONT = 'role="img" font-family="sans-serif" font-size="14"'
+_FONT = 'role="img" font-family="sans-serif" font-size="14" fill="currentColor"'
 
 def _panel(title, of, xlabel):
     "Height and SVG of one panel, 350 wide."
@@ -188,7 +188,8 @@ def _panel(title, of, xlabel):
     x = lambda value: 14 + 322*(value - ticks[0])/(ticks[-1] - ticks[0])
     heads, foot = textwrap.wrap(title, 40), 34*len(of)
     lines = [f'<title>{escape(title)}</title>']
-    lines += [_words(0, 16*k + 14, head, "start", "bold") for k, head in enumerate(heads)]
+    lines += [_words(0, 16*k + 14, head, "start", ' font-weight="bold"')
+              for k, head in enumerate(heads)]
     lines.append(f'<g transform="translate(0 {16*len(heads) + 6})">')
     for tick in ticks:
         lines += [f'<path d="M{x(tick):.0f} 0V{foot}" stroke="#888" stroke-dasharray="0 18 15 1" '
@@ -204,9 +205,8 @@ def _sheet(width, height, inside):
 
 def _ends(d): return () if math.isnan(d.half) else (d.mean - d.half, d.mean + d.half)
 
-def _words(x, y, text, anchor="middle", weight="normal"):
-    return (f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" '
-            f'fill="currentColor">{escape(text)}</text>')
+def _words(x, y, text, anchor="middle", more=""):
+    return f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
 
 def _interval(d, y, x):
     "What is compared, the interval below it, and its mean."
@@ -259,7 +259,7 @@ def _ruler_line(name, three, y, x, ends, wide):
 
 # %% ../../nbs/papers/verdicts.ipynb #49875f37
 def _ruler(rows, wide):
-    "The picture for a page's column, or for a phone."
+    "The picture, for a page or a phone."
     known = [e for three in rows.values() for e in three if _is_drawn(e)]
     if not known: raise ValueError("rows must hold a finite epsilon > 0, got none")
     low, high, (row, top) = min(known)/1.6, max(known)*1.6, (30, 34) if wide else (46, 34)

@@ -230,7 +230,7 @@ def _stacked(data):
     return f'<div class="panels">{"".join(parts)}</div>' if parts else None
 
 def _cut_out(png, boxes):
-    "The pieces of a picture in base64, each as wide as it was."
+    "The pieces of a picture, each as wide as it was."
     from PIL import Image
     picture = Image.open(io.BytesIO(b64decode("".join(png))))
     size = [*picture.size]*2
