@@ -7,8 +7,12 @@ __all__ = ['PALETTE', 'LINES', 'MARKERS', 'series', 'figure']
 
 # %% ../nbs/figures.ipynb #ade3dcb2
 import matplotlib.pyplot as plt
+import numpy as np
 import seaborn as sns
+from base64 import b64encode
 from contextlib import contextmanager
+from io import BytesIO
+from itertools import pairwise
 from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -28,18 +32,44 @@ def series(
 
 # %% ../nbs/figures.ipynb #ddb5de72
 _DPI, _COLUMN = 110, 740 # Dots an inch; pixels of a page's column, to which wider figures shrink
+_PHONE = 320 # Pixels of a phone's column
 
 def least_size(
     width:float, # Of the figure, inches
+    panels:int=1, # Axes side by side
 )->float: # Points, as matplotlib counts them
     "The size of text that a page shows at 9 points, a point being 96/72 pixels."
-    return 9*96/_DPI*max(1, width*_DPI/_COLUMN)
+    panel = width/panels/_PHONE if panels > 1 else 0
+    return 9*96/_DPI*max(1, _DPI*width/_COLUMN, _DPI*panel)
 
-def _raise_small_text(fig):
+def _raise_small_text(fig, least):
     "No text of a figure is shown smaller than 9 points."
-    least = least_size(fig.get_figwidth())
     for text in fig.findobj(Text):
         if text.get_fontsize() < least: text.set_fontsize(least)
+
+# %% ../nbs/figures.ipynb #ddb5de73
+BOXES = "application/vnd.dp-companion.boxes+json" # Where a page may cut a picture
+
+def _boxes(fig, axes):
+    "Left, top, right, bottom of each panel and legend, as shares of the picture."
+    fig.canvas.draw()
+    legends = [legend.get_window_extent() for legend in fig.legends]
+    panels, foot = [ax.get_tightbbox() for ax in axes], max([e.y1 for e in legends], default=0)
+    gaps = [(a.x1 + b.x0)/2 for a, b in pairwise(panels)]
+    found = [(a, foot, b, fig.bbox.height) for a, b in pairwise([0, *gaps, fig.bbox.width])]
+    size = fig.bbox.size[[0, 1, 0, 1]]
+    shares = [box/size for box in [*found, *(legend.extents for legend in legends)]]
+    return [[round(float(x), 4) for x in (a, 1 - d, b, 1 - c)] for a, c, b, d in shares]
+
+def _show(fig, axes):
+    "Show a figure; a notebook keeps where a page may cut several panels."
+    if len(axes) == 1 or "inline" not in plt.get_backend(): return plt.show()
+    from IPython.display import display
+    boxes, picture = _boxes(fig, axes), BytesIO()
+    fig.savefig(picture, format="png")
+    png = b64encode(picture.getvalue()).decode()
+    display({"image/png": png, BOXES: boxes}, raw=True)
+    plt.close(fig)
 
 # %% ../nbs/figures.ipynb #ef98f6ca
 @contextmanager
@@ -53,18 +83,18 @@ def figure(
     **kwargs, # To `plt.subplots`
 ):
     "A labelled frame: yields the axes (an array of several panels) and shows them on leaving."
-    with plt.rc_context({"font.size": max(10, least_size(width))}):
+    with plt.rc_context({"font.size": max(10, least := least_size(width, panels))}):
         fig, axes = plt.subplots(1, panels, figsize=(width, height), dpi=_DPI,
                                  layout="constrained", **kwargs)
-        for ax in ([axes] if panels == 1 else axes):
+        for ax in np.atleast_1d(axes):
             ax.set(xlabel=xlabel, ylabel=ylabel)
             if xlabel.startswith("epoch"):
                 ax.xaxis.get_major_locator().set_params(integer=True)
             ax.grid(alpha=.3)
             ax.spines[["top", "right"]].set_visible(False)
         yield axes
-        _raise_small_text(fig)
-        plt.show()
+        _raise_small_text(fig, least)
+        _show(fig, np.atleast_1d(axes))
 
 # %% ../nbs/figures.ipynb #ef98f6cb
 def plain_log(

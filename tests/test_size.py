@@ -1,4 +1,4 @@
-"""The size of the package: what was promised, and limits where the promise is not kept.
+"""The size of the package and its pages: what was promised, limits where that is not kept.
 
 CONTRIBUTING ("What is larger or slower than promised") says why. A limit may fall; it rises only
 together with its sentence there.
@@ -32,3 +32,10 @@ def test_the_package_grows_no_further():
     assert size <= MOST_CHARACTERS
     said = (ROOT/"CONTRIBUTING.md").read_text(encoding="utf-8")
     assert f"{MOST_CHARACTERS:,} characters" in said
+
+
+def test_pages_open_quickly_where_notebooks_are_read_without_running_them():
+    sizes = {path.name: path.stat().st_size for path in (ROOT/"nbs").rglob("*.ipynb")
+             if ".ipynb_checkpoints" not in path.parts}
+    assert {name: size for name, size in sizes.items() if size > 300_000} == {}
+    assert sum(sizes.values()) <= 12_000_000

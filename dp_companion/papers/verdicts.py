@@ -7,11 +7,14 @@ __all__ = ['Verdict', 'verdict_box', 'paired_difference', 'forest', 'ruler']
 
 # %% ../../nbs/papers/verdicts.ipynb #e199982a
 import math
+import textwrap
 from dataclasses import dataclass
+from html import escape
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
-from ..figures import figure, series
-from .tables import metric_of, short_name
+from ..figures import PALETTE
+from .tables import epsilon_text, metric_of, short_name
 from ..training.paired import compared, same_seeds
 
 # %% ../../nbs/papers/verdicts.ipynb #fa2b6ba3
@@ -174,51 +177,118 @@ def all_or_none(
     if len(seen) == 1: return INCONCLUSIVE, f"{why}; one seed decides nothing"
     return HOLDS if all(seen) else INCONCLUSIVE if any(seen) else REFUTED, why
 
+# %% ../../nbs/papers/verdicts.ipynb #2380ee00
+_FONT = 'role="img" font-family="sans-serif" font-size="14" fill="currentColor"'
+
+def _panel(title, of, xlabel):
+    "Height and SVG of one panel, 350 wide."
+    reach = [0, *(e for d in of for e in (d.mean, *_ends(d)))]
+    if not any(reach): reach += [-1, 1]
+    ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(min(reach), max(reach))
+    x = lambda value: 14 + 322*(value - ticks[0])/(ticks[-1] - ticks[0])
+    heads, foot = textwrap.wrap(title, 40), 34*len(of)
+    lines = [f'<title>{escape(title)}</title>']
+    lines += [_words(0, 16*k + 14, head, "start", ' font-weight="bold"')
+              for k, head in enumerate(heads)]
+    lines.append(f'<g transform="translate(0 {16*len(heads) + 6})">')
+    for tick in ticks:
+        lines += [f'<path d="M{x(tick):.0f} 0V{foot}" stroke="#888" stroke-dasharray="0 18 15 1" '
+                  f'stroke-width="{.3 if abs(tick) > 1e-9 else 1.5}"/>',
+                  _words(x(tick), foot + 15, f"{round(tick, 9):g}".replace("-", "−"))]
+    lines += [line for k, d in enumerate(of) for line in _interval(d, 34*k, x)]
+    lines += [_words(175, foot + 34, xlabel), "</g>"]
+    return foot + 16*len(heads) + 48, "".join(lines)
+
+def _sheet(width, height, inside):
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'color="#222"><rect width="100%" height="100%" fill="#fff"/>{inside}</svg>')
+
+def _ends(d): return () if math.isnan(d.half) else (d.mean - d.half, d.mean + d.half)
+
+def _words(x, y, text, anchor="middle", more=""):
+    return f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+
+def _interval(d, y, x):
+    "What is compared, the interval below it, and its mean."
+    ends, style = [x(e) for e in _ends(d)], f'stroke="{PALETTE[0]}" stroke-width="2"'
+    filled = PALETTE[0] if ends and abs(d.mean) > d.half else "none"
+    yield _words(0, y + 15, d.label, "start")
+    if ends: yield f'<path d="M{ends[0]:.1f} {y + 26}H{ends[1]:.1f}" {style}/>'
+    yield f'<circle cx="{x(d.mean):.1f}" cy="{y + 26}" r="4" fill="{filled}" {style}/>'
+
 # %% ../../nbs/papers/verdicts.ipynb #2380ee01
 def forest(
     panels:dict, # Title to Differences, the first on top
     *,
     xlabel:str, # What the differences are, with their unit
 ):
-    "A forest plot: one line for each difference with its 95 % interval; grey is no difference."
-    rows = max(len(of) for of in panels.values())
-    size = dict(width=3.4 + 3.2*len(panels), height=1.3 + .34*rows)
-    with figure(xlabel, "", panels=len(panels), **size) as axes:
-        for ax, (title, of) in zip(np.atleast_1d(axes), panels.items()):
-            for k, d in enumerate(of):
-                style = series(0) | {"linestyle": "none"}
-                ax.errorbar(d.mean, -k, xerr=None if math.isnan(d.half) else d.half, capsize=3,
-                    **style)
-            ax.axvline(0, color="grey", linewidth=1)
-            ax.set_yticks([-k for k in range(len(of))], [d.label for d in of], fontsize=8)
-            ax.set_title(title, fontsize=9)
+    "A forest plot: each difference with its 95 % interval, hollow where that contains zero."
+    from IPython.display import SVG, display
+    drawn, parts, y = [_panel(title, of, xlabel) for title, of in panels.items()], [], 0
+    for at in range(0, len(drawn), 2):
+        for k, (height, inside) in enumerate(drawn[at:at + 2]):
+            parts.append(f'<svg class="panel" x="{370*k}" y="{y}" width="350" height="{height}" '
+                         f'viewBox="0 0 350 {height}" {_FONT}>{inside}</svg>')
+        y += max(height for height, _ in drawn[at:at + 2])
+    width = 350 if len(drawn) == 1 else 720
+    display(SVG(_sheet(width, y, "".join(parts))))
+
+# %% ../../nbs/papers/verdicts.ipynb #49875f39
+_MARKS = {"certified": '<path d="M-6-6h12v12h-12z" fill="#009e73"/>',
+          "attacked": '<path d="M0-7l7 13h-14z" fill="#d55e00"/>',
+          "claimed": '<circle r="6.5" fill="none" stroke="#0072b2" stroke-width="2.5"/>'}
+
+def _is_drawn(epsilon): return epsilon is not None and math.isfinite(epsilon) and epsilon > 0
+
+def _mark(name, x, y, title):
+    return (f'<g class="{name}" transform="translate({x:.1f} {y})"><title>{escape(title)}</title>'
+            f'{_MARKS[name]}</g>')
+
+# %% ../../nbs/papers/verdicts.ipynb #49875f38
+def _ruler_line(name, three, y, x, ends, wide):
+    "The marks of one setting and its name."
+    left, right = ends
+    yield _words(left - 14, y + 5, name, "end") if wide else _words(0, y - 12, name, "start")
+    yield f'<path class="rule" d="M{left} {y}H{right}" stroke="#888"/>'
+    for kind, epsilon in zip(_MARKS, three):
+        title = f"{name}: {kind} ε = {epsilon_text(epsilon)}"
+        if _is_drawn(epsilon): yield _mark(kind, x(epsilon), y, title)
+    if three[0] != math.inf: return
+    none = "none certified"
+    yield _words(right + 8, y + 5, none, "start") if wide else _words(350, y - 12, none, "end")
+
+# %% ../../nbs/papers/verdicts.ipynb #49875f37
+def _ruler(rows, wide):
+    "The picture, for a page or a phone."
+    known = [e for three in rows.values() for e in three if _is_drawn(e)]
+    if not known: raise ValueError("rows must hold a finite epsilon > 0, got none")
+    low, high, (row, top) = min(known)/1.6, max(known)*1.6, (30, 34) if wide else (46, 34)
+    left, right = (20 + 8*max(map(len, rows)), 740) if wide else (10, 340)
+    x = lambda epsilon: left + (right - left)*math.log(epsilon/low)/math.log(high/low)
+    foot = top + row*len(rows)
+    parts = [part for k, (name, three) in enumerate(rows.items()) for part in
+             _ruler_line(name, three, foot - row*(len(rows) - k - 1) - 16, x, (left, right), wide)]
+    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    for power in powers[::1 + len(powers)//(9 if wide else 4)]:
+        parts += [f'<path class="tick" d="M{x(10**power):.1f} {top - 4}V{foot}" stroke="#8883"/>',
+                  _words(x(10**power), foot + 16, f"ε = {10**power:,}")]
+    for k, name in enumerate(_MARKS):
+        at = left + 110*k
+        parts += [_mark(name, at, 12, name), _words(at + 14, 17, name, "start")]
+    said = "; ".join(f"{name}: " + ", ".join(map("{} {}".format, _MARKS, map(epsilon_text, three)))
+                     for name, three in rows.items())
+    kind, width = ("wide", 860) if wide else ('narrow" display="none', 350)
+    return (f'<svg class="panel ruler {kind}" viewBox="0 0 {width} {foot + 24}" {_FONT} '
+            f'aria-label="{escape(said)}">{"".join(parts)}</svg>')
 
 # %% ../../nbs/papers/verdicts.ipynb #49875f3a
-_MARKS = {"claimed": 0, "attacked": 1, "certified": 2} # what is drawn, to its style
-
 def ruler(
     # Setting to (claimed, attacked, certified), in nats; NaN or None where there is none, inf
     # where nothing is certified
     rows:dict,
-):
+): # An SVG; the site shows the one inside that fits the screen
     "Claimed, attacked and certified epsilon of several settings, on one logarithmic axis."
-    known = [e for three in rows.values() for e in three if _is_drawn(e)]
-    if not known: raise ValueError("rows must hold a finite epsilon > 0, got none")
-    low, high = min(known)/1.6, max(known)*1.6
-    with figure("ε (nats)", "", width=7.5, height=1.3 + .34*len(rows)) as ax:
-        for k, three in enumerate(rows.values()): _ruler_line(ax, -k, three, high)
-        for name, style in _MARKS.items():
-            ax.plot([], [], label=name, **_mark(style))
-        ax.set(xscale="log", xlim=(low, 2*high))
-        ax.set_yticks([-k for k in range(len(rows))], list(rows), fontsize=8)
-        ax.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(.5, -.3))
-
-def _is_drawn(epsilon): return epsilon is not None and math.isfinite(epsilon) and epsilon > 0
-
-def _mark(k): return series(k) | {"linestyle": "none", "markersize": 6}
-
-def _ruler_line(ax, y, three, high):
-    ax.axhline(y, color="grey", linewidth=.4)
-    for epsilon, style in zip(three, _MARKS.values()):
-        if _is_drawn(epsilon): ax.plot(epsilon, y, **_mark(style))
-        elif epsilon == math.inf: ax.annotate("none", (high, y), fontsize=7, va="center")
+    from IPython.display import SVG
+    turned = {name: three[::-1] for name, three in rows.items()}
+    both = _ruler(turned, True) + _ruler(turned, False)
+    return SVG(_sheet(860, 58 + 30*len(rows), both))

@@ -90,8 +90,12 @@ def _origin_cells(draft, page):
     file, records = f"nbs/{page}.ipynb", draft.inputs.root/"results/index.csv"
     up = "../"*(page.count("/") + 1)
     told = [f"made from `{file}`", f"run by `dp-companion reproduce --only {page}`"]
-    if records.is_file(): told.append(f"[the committed records]({up}results/index.csv), by file")
+    if records.is_file(): told.append(f"[the committed records]({up}results/index.csv)")
     url, branch = (draft.inputs.settings.get(name) for name in ("git_url", "branch"))
+    paper = f"results/{page.split('/')[1]}"
+    places = [p for p in sorted((draft.inputs.root/paper).glob("*/")) if url]
+    folders = [f"[{p.name}]({url}/tree/{branch}/{paper}/{p.name})" for p in places]
+    if folders: told.append(f"records of {', '.join(folders)}")
     if url: told.append(f"[edit this page]({url}/edit/{branch}/{file})")
     return [markdown_cell(link_up(f"**This page:** {'; '.join(told)}.", page, draft.site))]
 
@@ -167,7 +171,8 @@ def _sphinx_conf(inputs, looks):
     "The settings of Sphinx; `looks` are the names of style sheet and icon."
     settings, title = inputs.settings, inputs.quarto["website"].get("title", "Site")
     theme = {"use_download_button": True, "show_toc_level": 2, "logo": {"text": title},
-             "navbar_persistent": [], "search_bar_text": "Search"}
+             "navbar_persistent": [], "collapse_navbar": True,
+             "search_bar_text": "Search"}
     if inputs.cff: theme["extra_footer"] = f"<p>Cite as: {escape(citation(inputs.cff)[0])}</p>"
     sheets, scripts = ([name for name in looks if name.endswith(end)] for end in (".css", ".js"))
     order = inputs.root.resolve()/"nbs/search_order.js" # of what a search finds
@@ -285,3 +290,4 @@ def run_sphinx(
     broken = _broken_places(warnings, folder)
     if broken: raise SiteError(first_of(broken))
     shutil.copytree(folder/"_html/pages", out)
+    write_file(out/"_static/scripts/fontawesome.js", "") # 1.5 MB that the style sheet has too

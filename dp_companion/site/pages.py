@@ -7,8 +7,10 @@ __all__ = []
 
 # %% ../../nbs/site/pages.ipynb #e33413a7
 import ast
+import io
 import os
 import re
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -217,6 +219,29 @@ def to_myst(
         return re.sub(_TABLE, r'<span id="\2"></span>*\1*', piece)
     return _outside_code(_outside_code(text, space), change, _FENCE)
 
+# %% ../../nbs/site/pages.ipynb #3387fec0
+_BOXES = "application/vnd.dp-companion.boxes+json" # as `figures.BOXES`
+
+def _stacked(data):
+    "HTML of a picture in panels, None of another."
+    svg = "".join(data.get("image/svg+xml", ""))
+    parts = re.findall(r'<svg class="panel.*?</svg>', svg, re.DOTALL)
+    if _BOXES in data: parts = _cut_out(data["image/png"], data[_BOXES])
+    return f'<div class="panels">{"".join(parts)}</div>' if parts else None
+
+def _cut_out(png, boxes):
+    "The pieces of a picture, each as wide as it was."
+    from PIL import Image
+    picture = Image.open(io.BytesIO(b64decode("".join(png))))
+    size = [*picture.size]*2
+    for k, box in enumerate(boxes, 1):
+        out = io.BytesIO()
+        piece = picture.crop([round(share*n) for share, n in zip(box, size)])
+        piece.save(out, "PNG", optimize=True)
+        yield (f'<img alt="part {k} of {len(boxes)} of a figure" '
+               f'style="width: {99.9*(box[2] - box[0]):.2f}%" '
+               f'src="data:image/png;base64,{b64encode(out.getvalue()).decode()}">')
+
 # %% ../../nbs/site/pages.ipynb #509f1740
 _TAGS = {"code-fold": (True, "hide-input"), "echo": (False, "remove-input"),
          "output": (False, "remove-output"), "include": (False, "remove-cell")}
@@ -241,6 +266,7 @@ def shown_outputs(
     for output in outputs:
         data = output.get("data", {})
         if output.get("name") == "stderr" or _WIDGET in data: continue
+        if html := _stacked(data): output = {**output, "data": {"text/html": html}}
         if "text/markdown" in data:
             text = re.sub(r"^---\s*$", "", "".join(data["text/markdown"]), flags=re.MULTILINE)
             text = re.sub(r"^#+ +(.*)$", r"**\1**", text, flags=re.MULTILINE)
@@ -267,17 +293,20 @@ def code_cell(
     text = convert(f"**{labels[label]}.** {caption}" if label in labels else caption)
     tags = [tag for key, (value, tag) in _TAGS.items() if options.get(key) is value]
     metadata = {"tags": [*cell.metadata.get("tags", []), *tags]}
-    above = [f'<span id="{label}"></span>'] if label else []
+    above, below = [f'<span id="{label}"></span>'] if label else [], []
     if text and _has_picture(outputs):
         metadata["mystnb"] = {"figure": {"caption": text},
                               "image": {"alt": re.sub(r"[*`$\[\]]", "", caption)}}
-    elif text and outputs: above.append(text)
+    elif text and outputs: (below if _has_panels(outputs) else above).append(text)
     code = {"cell_type": "code", "metadata": metadata, "source": source, "outputs": outputs,
             "execution_count": None}
-    return [*map(markdown_cell, above), code]
+    return [*map(markdown_cell, above), code, *map(markdown_cell, below)]
 
 def _has_picture(outputs):
     return any(kind.startswith("image/") for out in outputs for kind in out.get("data", {}))
+
+def _has_panels(outputs):
+    return any('<div class="panels' in str(out.get("data")) for out in outputs)
 
 # %% ../../nbs/site/pages.ipynb #3df4cc61
 _LATEX = [(r"\\(begin|end)\{aligned\}", r"\\\1{split}"), (r"\\not=", r"\\ne "),

@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/site/scorecard.ipynb #5c000004
 import math
 from dataclasses import dataclass
-from html import escape
 
 from ..papers.adaptive_noise.verdicts import judge_adaptive
 from ..papers.global_adapt_v2.grid import of_profile, profile_named
@@ -19,7 +18,7 @@ from ..papers.sad.verdicts import judge_sad
 from ..papers.sanitization.verdicts import judge_layers
 from ..papers.tables import epsilon_text, metric_of
 from ..papers.verdicts import (
-    HOLDS, INCONCLUSIVE, REFUTED, Verdict, above_at_all)
+    HOLDS, INCONCLUSIVE, REFUTED, Verdict, above_at_all, ruler)
 
 # %% ../../nbs/site/scorecard.ipynb #5c000007
 @dataclass(frozen=True, kw_only=True)
@@ -129,66 +128,9 @@ def _row(line):
 
 def _word(answer, page): return f'<span class="word {answer}">[{answer}]({page})</span>'
 
-# %% ../../nbs/site/scorecard.ipynb #5c000014
-_MARKS = {"claimed": '<circle cx="{x}" cy="{y}" r="6.5" fill="none" stroke-width="2.5"/>',
-          "attacked": '<path d="M{x},{y} m0,-7 l7,13 h-14 z"/>',
-          "certified": '<rect x="{x}" y="{y}" width="12" height="12" '
-                       'transform="translate(-6 -6)"/>'}
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 860, 150, 120, 30, 34 # of the picture, in its own unit
-
-def _mark(name, x, y, title):
-    shape = _MARKS[name].format(x=f"{x:.1f}", y=y)
-    return f'<g class="{name}"><title>{escape(title)}</title>{shape}</g>'
-
-def _place(epsilon, low, high):
-    share = math.log(epsilon/low)/math.log(high/low)
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT)*share
-
-def _is_drawn(epsilon): return math.isfinite(epsilon) and epsilon > 0
-
-# %% ../../nbs/site/scorecard.ipynb #5c000015
-def _ruler_line(line, y, low, high):
-    "The marks of one paper."
-    parts = [f'<text x="{_LEFT - 14}" y="{y + 5}" text-anchor="end">{escape(line.paper)}</text>',
-             f'<path class="rule" d="M{_LEFT},{y}H{_WIDTH - _RIGHT}"/>']
-    for name in ("certified", "attacked", "claimed"):
-        epsilon = getattr(line, name)
-        if not _is_drawn(epsilon): continue
-        title = f"{line.paper}: {name} ε = {epsilon_text(epsilon)}"
-        parts.append(_mark(name, _place(epsilon, low, high), y, title))
-    if line.certified == math.inf:
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 5}">none certified</text>')
-    return "".join(parts)
-
-def _axis(low, high, y):
-    "Ticks at powers of ten, from the top of the picture to `y`."
-    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-    at = {10**k: _place(10**k, low, high) for k in powers}
-    return "".join(f'<path class="tick" d="M{x:.1f},{_TOP - 8}V{y}"/>'
-                   f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">ε = {value:,g}</text>'
-                   for value, x in at.items())
-
-def _legend():
-    "What the three marks mean, above the picture."
-    places = zip(_MARKS, (_LEFT, _LEFT + 190, _LEFT + 400),
-                 ("claimed by the paper", "reached by an attack", "certified"))
-    return "".join(_mark(name, x + 7, 12, words) + f'<text x="{x + 20}" y="17">{words}</text>'
-                   for name, x, words in places)
-
 # %% ../../nbs/site/scorecard.ipynb #5c000016
-def ruler_svg(
+def scorecard_ruler(
     lines:list, # Of `scorecard`
-)->str: # SVG with a description for those who cannot see it
+): # SVG
     "The three epsilons of each paper, one line a paper, on a logarithmic axis."
-    three = [e for line in lines for e in (line.claimed, line.certified, line.attacked)]
-    known = [e for e in three if _is_drawn(e)]
-    if not known: raise ValueError("lines must hold a finite epsilon > 0, got none")
-    low, high = min(known)/1.6, max(known)*1.6
-    bottom = _TOP + _ROW*len(lines)
-    rows = "".join(_ruler_line(line, _TOP + 10 + _ROW*k, low, high)
-                   for k, line in enumerate(lines))
-    said = "; ".join(f"{line.paper}: claimed {epsilon_text(line.claimed)}, attacked "
-                     f"{epsilon_text(line.attacked)}, certified {epsilon_text(line.certified)}"
-                     for line in lines)
-    return (f'<svg class="ruler" viewBox="0 0 {_WIDTH} {bottom + 22}" role="img" '
-            f'aria-label="{escape(said)}">{_axis(low, high, bottom)}{rows}{_legend()}</svg>')
+    return ruler({line.paper: (line.claimed, line.attacked, line.certified) for line in lines})

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from dp_companion.papers.verdicts import Difference, forest
 from dp_companion.site.drafts import read_inputs
 from dp_companion.site.pages import SiteError
 from dp_companion.site.site import _inputs_hash, build_site
@@ -33,6 +35,17 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None,
 
 ONE_PIXEL = ("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
              "awAAAABJRU5ErkJggg==")
+
+
+def forest_output():
+    "What a notebook keeps of a forest plot of two panels."
+    with mock.patch("IPython.display.display") as display:
+        gap = Difference(label="ours − theirs, the usual noise, ε = 3", mean=1, half=2, seeds=3)
+        forest({"MNIST, class 8 rare (reference)": [gap]*3, "digits": [gap]}, xlabel="points")
+    svg = display.call_args[0][0].data
+    return {"output_type": "display_data", "metadata": {}, "data": {"image/svg+xml": svg}}
+
+
 INDEX = ["# Toy\n\n> Two pages with $x$.", "See [the limits](budgets/toy.ipynb#what-s-left), "
          "`half`, @eq-half and @fig-half, and [the settings](../settings.ini)."]
 TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.",
@@ -45,7 +58,8 @@ TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.",
            for i in range(60)) + "$$",
        ("#| label: fig-half\n#| fig-cap: Half of it, by @eq-half.\n#| code-fold: true\nplot()", [
            {"output_type": "display_data", "metadata": {}, "data": {"image/png": ONE_PIXEL}},
-           {"output_type": "stream", "name": "stderr", "text": ["/home/me/x.py: UserWarning"]}])]
+           {"output_type": "stream", "name": "stderr", "text": ["/home/me/x.py: UserWarning"]}]),
+       ("#| label: fig-forest\n#| fig-cap: Two panels.\nforest()", [forest_output()])]
 
 
 def write_notebook(path, cells, **metadata):
@@ -208,9 +222,13 @@ def complaints(event, host):
 SCROLLERS = """[...document.querySelectorAll('.bd-article pre, .bd-article table, .cell_output')]
   .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0)
   .map(e => `${e.tagName} ${e.scrollWidth - e.clientWidth} ${e.innerText.slice(0, 50)}`)"""
-CUT = """[...document.querySelectorAll('.bd-article img, .bd-article svg.ruler')]
+CUT = """[...document.querySelectorAll('.bd-article img, .bd-article svg')]
   .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
   .map(e => e.alt || e.getAttribute('aria-label') || e.src)"""
+SMALL = """[...document.querySelectorAll('.bd-article svg text')].filter(t => t.innerHTML.trim())
+  .map(t => [t.textContent, parseFloat(getComputedStyle(t).fontSize)*t.getScreenCTM().a])
+  .filter(([text, pixels]) => pixels > 0 && pixels < 12).map(([text, pixels]) =>
+    `${pixels.toFixed(1)} ${text}`)"""
 COLLECT = """({
   anchors: [...document.querySelectorAll('[id], a[name]')].map(e => e.id || e.name),
   links: [...document.querySelectorAll('[href], [src]')].map(e => e.href || e.src)
@@ -235,6 +253,8 @@ def page_problems(folder, browser):
                          for said in browser.evaluate(SCROLLERS)]
             browser.view(390)
             problems += [f"{page}: cut on a phone: {said}" for said in browser.evaluate(CUT)]
+            problems += [f"{page}: text below 9 points on a phone: {said}"
+                         for said in browser.evaluate(SMALL)]
             pages[page] = browser.evaluate(COLLECT)
             if pages[page]["overflow"] > 0:
                 problems.append(f"{page}: {pages[page]['overflow']} pixels wider than a phone")
@@ -275,6 +295,22 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
 
 @pytest.mark.browser
 @needs_browser
+def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
+    script = """[...document.querySelectorAll('.panels > svg')]
+        .map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"""
+    with serve(built) as address:
+        browser.view(1400)
+        browser.open(f"{address}/budgets/toy.html")
+        (_, top, right, _), (left, top_2, *_) = browser.evaluate(script)
+        assert top == top_2 and right < left
+        browser.view(390)
+        (left, _, right, bottom), (left_2, top_2, right_2, _) = browser.evaluate(script)
+        assert left == left_2 and bottom < top_2 and max(right, right_2) <= 390
+        assert min(right - left, right_2 - left_2) > 320
+
+
+@pytest.mark.browser
+@needs_browser
 @pytest.mark.parametrize("html, complaint", [
     ("<script>nonsense()</script>", "exception ReferenceError"),
     ("<script>console.error('oh no')</script>", "console error ['oh no']"),
@@ -288,6 +324,8 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
     ("<script>fetch('http://127.0.0.1:9/x').catch(() => 0)</script>",
      "request to another host http://127.0.0.1:9/x"),
     ("<p style='width: 900px'>x</p>", "wider than a phone"),
+    ("<div class=bd-article><svg width=300 viewBox='0 0 600 20'><text y=9 font-size=20>x</text>"
+     "</svg></div>", "text below 9 points on a phone: 10.0 x"),
 ])
 def test_a_broken_page_is_caught(tmp_path, browser, html, complaint):
     head = ("<!doctype html><meta name=viewport content='width=device-width, "
@@ -396,7 +434,7 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     (clone/"_quarto.yml").write_text(json.dumps(quarto))
     (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
                                       "git_url = https://host.example/toy\n")
-    (clone/"results").mkdir()
+    (clone/"results/toy/digits").mkdir(parents=True)
     (clone/"results/index.csv").write_text("paper,file\n")
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
@@ -408,6 +446,7 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     assert f"--only</span> <span class=\"pre\">{page}" in text
     assert "../../../_files/results/index.csv" in text
     assert f"https://host.example/toy/edit/main/nbs/{page}.ipynb" in text
+    assert '"https://host.example/toy/tree/main/results/toy/digits">digits</a>' in text
     assert "This page:" not in (out/"index.html").read_text()
 
 
