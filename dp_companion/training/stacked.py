@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 import torch
 from filelock import FileLock
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from ..algorithms.gradient_recorder import per_sample_losses
 from ..algorithms.private_step import PrivateStep
@@ -113,7 +113,7 @@ class _Stack:
         _check_stackable(runs)
         self.runs, device, data = runs, runs[0].device, runs[0].data
         self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
-        self.gradients = _Gradients(runs)
+        self.gradients, self.head = _Gradients(runs), _head_of(runs[0].model, device)
 
     def padded(self, batches:list, room:int=0)->Tensor: # (runs, room) positions
         "Batches of one length: what is added is image 0, and gets a weight of zero."
@@ -123,20 +123,26 @@ class _Stack:
     def step(self, batches:list, sigmas:list, room:int=0)->list: # A `StepReport` a run
         "One step of every run: account, gradients, noise, scales, descend."
         began = [begin(run.training, sigma) for run, sigma in zip(self.runs, sigmas)]
+        steps = [run.training.step for run in self.runs]
+        for private, sigma in zip(steps, sigmas): private.begin(sigma)
+        if self.head: _add_head_sums(self, batches)
+        else: self.add_sums(batches, room)
+        return [end(run.training, private.finish(), sigma, by) for run, private, sigma, by
+            in zip(self.runs, steps, sigmas, began)]
+
+    def add_sums(self, batches:list, room:int):
+        "Add each run's scaled sum to its noise."
         at = self.padded(batches, room).to(self.images.device)
         gradients, norms, losses = self.gradients(self.images[at], self.labels[at])
         weights, sizes = torch.zeros_like(norms), list(map(len, batches))
         steps = [run.training.step for run in self.runs]
-        for k, (private, sigma) in enumerate(zip(steps, sigmas)):
-            private.begin(sigma)
+        for k, private in enumerate(steps):
             private.add_noise()
             found, b = private.scales(norms[k, :sizes[k]], None), private.expected_batch_size
             private.seen = [(norms[k, :sizes[k]].clone(), found, None)]*bool(sizes[k])
             private.losses = [losses[k, :sizes[k]].clone()]*bool(sizes[k])
             weights[k, :sizes[k]] = found/b
         _add_sums(steps, self.runs, gradients, weights)
-        return [end(run.training, private.finish(), sigma, by) for run, private, sigma, by
-            in zip(self.runs, steps, sigmas, began)]
 
     def train_epoch(self):
         "One epoch of every run."
@@ -159,6 +165,38 @@ def _add_sums(steps, runs, gradients, weights):
         sums = torch.einsum("sb,sb...->s...", weights, g)
         for private, run, total in zip(steps, runs, sums):
             private.recorder.slots[run.model.get_parameter(name)].shaped.add_(total)
+
+# %% ../../nbs/training/stacked.ipynb #5b7a1c03
+def _head_of(model, device)->str: # Its name; empty where the model is anything else, or on a GPU
+    "The layer of a network that is one linear layer."
+    *before, (name, last) = model.named_children() or [("", None)]
+    is_head = isinstance(last, nn.Linear) and all(isinstance(x, nn.Flatten) for _, x in before)
+    return name*(is_head and device == "cpu")
+
+def _add_head_sums(stack, batches:list):
+    "The same for a linear layer, from its inputs and its outputs' gradients, to the bit."
+    sizes, at = list(map(len, batches)), torch.tensor(sum(batches, []), dtype=torch.long)
+    inputs = stack.images.flatten(1).index_select(0, at).split(sizes)
+    with torch.no_grad():
+        outputs = [run.model[-1](x) for run, x in zip(stack.runs, inputs)]
+    outputs = torch.cat(outputs).requires_grad_()
+    losses = per_sample_losses(stack.runs[0].loss, outputs, stack.labels[at])
+    slopes = torch.autograd.grad(losses.sum(), outputs)[0].split(sizes)
+    for run, *of_run in zip(stack.runs, inputs, slopes, losses.detach().split(sizes)):
+        if len(of_run[0]): _add_head_sum(run.training.step, stack.head, *of_run)
+
+def _add_head_sum(private, name, inputs, slopes, losses):
+    "Record the layer of one run, as a pass of its own would, and add its sum."
+    recorder, book = private.recorder, private.recorder.book
+    recorder.clear()
+    for p in recorder.slots: p.grad = None
+    recorder.batch_size = book.batch_size = len(inputs)
+    book.batch_sizes = [(name, len(inputs))]
+    book._write(name, inputs, inputs._version, slopes)
+    private.spot_check.count(len(inputs))
+    private.add_recorded()
+    private.losses.append(losses)
+
 
 # %% ../../nbs/training/stacked.ipynb #298a0c4f
 def train_stacked(

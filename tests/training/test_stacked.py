@@ -81,6 +81,38 @@ def test_a_gradient_that_is_not_finite_is_left_out(double):
         torch.testing.assert_close(weights(other), weights(one), rtol=0, atol=1e-10)
 
 
+def heads(**changes):
+    "Linear layers, of which every run has its own method."
+    return [dataclasses.replace(spec, model="linear", expected_batch_size=64, epochs=2, **changes)
+            for spec in SPECS]
+
+
+def test_a_stacked_linear_layer_has_the_record_of_the_run_alone_to_the_bit(tmp_path):
+    train_stacked(heads(), tmp_path/"stacked")
+    for spec in heads():
+        train(spec, tmp_path/"single")
+        found, wanted = (record_path(spec, tmp_path/of) for of in ("stacked", "single"))
+        assert found.read_bytes() == wanted.read_bytes()
+
+
+def test_linear_layers_leave_out_what_is_not_finite_and_take_empty_batches():
+    data = load_dataset("digits")
+    spoiled = data.train_images.clone()
+    spoiled[3] = float("nan")
+    data = dataclasses.replace(data, train_images=spoiled)
+    alone, together = ([Run(spec, data) for spec in heads()] for _ in range(2))
+    for run in [*alone, *together]: next(iter(run.training.batches))
+    for one in alone: take_step(one.training, [2, 3, 4], 1.)
+    _Stack(together).step([[2, 3, 4]]*len(together), [1.]*len(together))
+    for runs in (alone, together): # the next batch of every second run is empty
+        for run in runs: next(iter(run.training.batches))
+    batches = [[5, 3]*(k % 2) for k in range(len(alone))]
+    for one, batch in zip(alone, batches): take_step(one.training, batch, 1.)
+    _Stack(together).step(batches, [1.]*len(together))
+    for one, other in zip(alone, together):
+        assert torch.equal(weights(one), weights(other)) and weights(one).isfinite().all()
+
+
 class Killed(Exception): pass
 
 
