@@ -6,6 +6,7 @@
 __all__ = ['train_stacked']
 
 # %% ../../nbs/training/stacked.ipynb #1d548ae7
+import itertools
 import math
 import time
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from ..algorithms.gradient_recorder import per_sample_losses
+from ..algorithms.per_sample_norms import kernels_of
 from ..algorithms.private_step import PrivateStep
 from .datasets import Dataset, load_dataset
 from .records import find_record, record_path
@@ -173,29 +175,45 @@ def _head_of(model, device)->str: # Its name; empty where the model is anything 
     is_head = isinstance(last, nn.Linear) and all(isinstance(x, nn.Flatten) for _, x in before)
     return name*(is_head and device == "cpu")
 
-def _add_head_sums(stack, batches:list):
-    "The same for a linear layer, from its inputs and its outputs' gradients, to the bit."
+def _head_passes(stack, batches:list)->tuple: # Inputs, outputs' gradients, losses of all samples
+    "Forward and backward pass of a linear layer, each run's by its own weights."
     sizes, at = list(map(len, batches)), torch.tensor(sum(batches, []), dtype=torch.long)
-    inputs = stack.images.flatten(1).index_select(0, at).split(sizes)
+    inputs = stack.images.flatten(1).index_select(0, at)
     with torch.no_grad():
-        outputs = [run.model[-1](x) for run, x in zip(stack.runs, inputs)]
-    outputs = torch.cat(outputs).requires_grad_()
+        of_runs = [run.model[-1](x) for run, x in zip(stack.runs, inputs.split(sizes))]
+    outputs = torch.cat(of_runs).requires_grad_()
     losses = per_sample_losses(stack.runs[0].loss, outputs, stack.labels[at])
-    slopes = torch.autograd.grad(losses.sum(), outputs)[0].split(sizes)
-    for run, *of_run in zip(stack.runs, inputs, slopes, losses.detach().split(sizes)):
-        if len(of_run[0]): _add_head_sum(run.training.step, stack.head, *of_run)
+    return inputs, torch.autograd.grad(losses.sum(), outputs)[0], losses.detach()
 
-def _add_head_sum(private, name, inputs, slopes, losses):
-    "Record the layer of one run, as a pass of its own would, and add its sum."
-    recorder, book = private.recorder, private.recorder.book
-    recorder.clear()
-    for p in recorder.slots: p.grad = None
-    recorder.batch_size = book.batch_size = len(inputs)
-    book.batch_sizes = [(name, len(inputs))]
-    book._write(name, inputs, inputs._version, slopes)
-    private.spot_check.count(len(inputs))
-    private.add_recorded()
-    private.losses.append(losses)
+def _add_head_sums(stack, batches:list):
+    "Add each run's scaled sum to its noise, from inputs and outputs' gradients, to the bit."
+    inputs, slopes, losses = _head_passes(stack, batches)
+    recorder = stack.runs[0].training.step.recorder
+    slots, layer = recorder.book.layer_slots[stack.head], recorder.book.layers[stack.head]
+    parts = kernels_of(layer)["rank_one"](layer, slots, inputs, slopes)
+    norms = torch.stack([part.squared_norms for part in parts]).sum(0).sqrt_()
+    bad = ~torch.isfinite(norms)
+    if bad.any(): parts = [part.without(bad) for part in parts]
+    sizes = list(map(len, batches))
+    for run in stack.runs: run.training.step.add_noise()
+    scales = _scales_of([run.training.step for run in stack.runs], norms, sizes)
+    of_runs = zip(*(x.split(sizes) for x in (norms, scales, losses)))
+    starts = itertools.accumulate([0, *sizes])
+    for run, start, size, of_run in zip(stack.runs, starts, sizes, of_runs):
+        if size: _add_head_sum(run.training.step, stack.head, parts, slice(start, start+size), *of_run)
+
+def _scales_of(steps:list, norms:Tensor, sizes:list)->Tensor: # Of all samples
+    "Each run's scales; at once where all have one rule."
+    if all(private.clip_rule == steps[0].clip_rule for private in steps):
+        return steps[0].scales(norms, None)
+    return torch.cat([private.scales(own, None) for private, own in zip(steps, norms.split(sizes))])
+
+def _add_head_sum(private, name, parts, at, norms, scales, losses):
+    "Add the sum of one run, and note its samples."
+    weights, slots = scales/private.expected_batch_size, private.recorder.book.layer_slots[name]
+    for part in parts: part.add(slots[part.parameter], weights, *(x[at] for x in part.rows))
+    private.spot_check.count(len(norms))
+    private.seen, private.losses = [(norms, scales, None)], [losses]
 
 
 # %% ../../nbs/training/stacked.ipynb #298a0c4f
