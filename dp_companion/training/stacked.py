@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 import torch
 from filelock import FileLock
+from joblib import Parallel, delayed
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from ..algorithms.gradient_recorder import per_sample_losses
@@ -198,9 +199,10 @@ def _add_head_sums(stack, batches:list):
     for run in stack.runs: run.training.step.add_noise()
     scales = _scales_of([run.training.step for run in stack.runs], norms, sizes)
     of_runs = zip(*(x.split(sizes) for x in (norms, scales, losses)))
-    starts = itertools.accumulate([0, *sizes])
-    for run, start, size, of_run in zip(stack.runs, starts, sizes, of_runs):
-        if size: _add_head_sum(run.training.step, stack.head, parts, slice(start, start+size), *of_run)
+    ends = itertools.accumulate(sizes)
+    for run, end, size, of_run in zip(stack.runs, ends, sizes, of_runs):
+        at = slice(end - size, end)
+        if size: _add_head_sum(run.training.step, stack.head, parts, at, *of_run)
 
 def _scales_of(steps:list, norms:Tensor, sizes:list)->Tensor: # Of all samples
     "Each run's scales; at once where all have one rule."
@@ -222,8 +224,13 @@ def train_stacked(
     runs:Path=Path("runs"), # Folder of runs
     data:Dataset|None=None, # Their data; loaded where None
     progress=lambda finished, epochs: None, # Called with (finished epochs, epochs)
+    workers:int=1, # Processes, each of which trains its share of the runs together
 )->list: # RunRecords, in the order of `specs`
     "The records of runs that train together: found, resumed at their last epoch, or trained."
+    if workers > 1:
+        shares, parallel = (specs[k::workers] for k in range(workers)), Parallel(n_jobs=workers)
+        parallel(delayed(train_stacked)(share, Path(runs).resolve()) for share in shares if share)
+        return [find_record(spec, runs) for spec in specs]
     data, started = data or load_dataset(specs[0].dataset), (time.time(), time.process_time())
     with ExitStack() as locks:
         for path in sorted({record_path(spec, runs).parent for spec in specs}):

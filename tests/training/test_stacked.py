@@ -88,8 +88,9 @@ def heads(**changes):
             for spec in SPECS]
 
 
-def test_a_stacked_linear_layer_has_the_record_of_the_run_alone_to_the_bit(tmp_path):
-    train_stacked(heads(), tmp_path/"stacked")
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stacked_linear_layer_has_the_record_of_the_run_alone_to_the_bit(tmp_path, workers):
+    train_stacked(heads(), tmp_path/"stacked", workers=workers)
     for spec in heads():
         train(spec, tmp_path/"single")
         found, wanted = (record_path(spec, tmp_path/of) for of in ("stacked", "single"))
