@@ -186,6 +186,7 @@ def _head_passes(stack, batches:list)->tuple: # Inputs, outputs' gradients, loss
     losses = per_sample_losses(stack.runs[0].loss, outputs, stack.labels[at])
     return inputs, torch.autograd.grad(losses.sum(), outputs)[0], losses.detach()
 
+# %% ../../nbs/training/stacked.ipynb #5b7a1c06
 def _add_head_sums(stack, batches:list):
     "Add each run's scaled sum to its noise, from inputs and outputs' gradients, to the bit."
     inputs, slopes, losses = _head_passes(stack, batches)
