@@ -200,9 +200,9 @@ def _add_head_sums(stack, batches:list):
     for run in stack.runs: run.training.step.add_noise()
     scales = _scales_of([run.training.step for run in stack.runs], norms, sizes)
     of_runs = zip(*(x.split(sizes) for x in (norms, scales, losses)))
-    ends = itertools.accumulate(sizes)
-    for run, end, size, of_run in zip(stack.runs, ends, sizes, of_runs):
-        at = slice(end - size, end)
+    stops = itertools.accumulate(sizes)
+    for run, stop, size, of_run in zip(stack.runs, stops, sizes, of_runs):
+        at = slice(stop - size, stop)
         if size: _add_head_sum(run.training.step, stack.head, parts, at, *of_run)
 
 def _scales_of(steps:list, norms:Tensor, sizes:list)->Tensor: # Of all samples
