@@ -86,9 +86,9 @@ def asked(*command):
     return found.stdout.split()
 
 
-def pids(runs):
+def pids(folder, what="dp-companion run"):
     "Processes of jobs that write into a folder."
-    return [int(pid) for pid in asked("pgrep", "-f", f"dp-companion run .*{runs}")]
+    return [int(pid) for pid in asked("pgrep", "-f", f"{what} .*{folder}")]
 
 
 @pytest.fixture
@@ -104,7 +104,8 @@ def slurm(monkeypatch, tmp_path):
         asked("scancel", "--user=root")
         time.sleep(5)
         subprocess.run([SCRIPT, "stop", folder], timeout=120)
-        for job in pids(tmp_path): os.kill(job, signal.SIGKILL)
+        left = pids(tmp_path) + pids(tmp_path, "snakemake") # of jobs whose shepherd was ended
+        for job in left: os.kill(job, signal.SIGKILL)
         shutil.rmtree(folder)
 
 
