@@ -50,7 +50,7 @@ def draw_by_generator(
 )->tuple: # Positions in the data set, and what gives this batch again
     "24 bits a record, as Opacus's sampler draws: the draw of the records of REVISION 2."
     drawn = torch.rand(batches.records, generator=batches.source.generator)
-    return (drawn < batches.plan.sample_rate).nonzero().flatten().tolist(), batches.mark()
+    return np.flatnonzero(drawn < batches.plan.sample_rate).tolist(), batches.mark()
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #a47f3eb6
 def _steps_until(

@@ -109,6 +109,9 @@ def report_lines(
         slowest = timed.loc[timed["seconds"].idxmax()]
         lines.append(f"{timed['seconds'].sum()/3600:.2f} CPU hours; the slowest run took "
                      f"{slowest['seconds']:.0f} s: {slowest['method']}, seed {slowest['seed']}")
+    if len(timed) and counts.get("missing"):
+        hours = counts["missing"]*timed["seconds"].mean()/3600
+        lines.append(f"{hours:.2f} CPU hours to go, at the mean of those that are done")
     unfit = report[report["state"].isin(("stale", "collapsed"))]
     return lines + [f"{row.state}: {row.method}, ε = {row.target_epsilon}, seed {row.seed} "
                     f"({row.run}): {row.why}" for row in unfit.itertuples()]

@@ -6,15 +6,18 @@
 __all__ = ['train_stacked']
 
 # %% ../../nbs/training/stacked.ipynb #1d548ae7
+import itertools
 import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
 import torch
 from filelock import FileLock
-from torch import Tensor
+from joblib import Parallel, delayed
+from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from ..algorithms.gradient_recorder import per_sample_losses
+from ..algorithms.per_sample_norms import kernels_of
 from ..algorithms.private_step import PrivateStep
 from .datasets import Dataset, load_dataset
 from .records import find_record, record_path
@@ -113,7 +116,7 @@ class _Stack:
         _check_stackable(runs)
         self.runs, device, data = runs, runs[0].device, runs[0].data
         self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
-        self.gradients = _Gradients(runs)
+        self.gradients, self.head = _Gradients(runs), _head_of(runs[0].model, device)
 
     def padded(self, batches:list, room:int=0)->Tensor: # (runs, room) positions
         "Batches of one length: what is added is image 0, and gets a weight of zero."
@@ -123,20 +126,26 @@ class _Stack:
     def step(self, batches:list, sigmas:list, room:int=0)->list: # A `StepReport` a run
         "One step of every run: account, gradients, noise, scales, descend."
         began = [begin(run.training, sigma) for run, sigma in zip(self.runs, sigmas)]
+        steps = [run.training.step for run in self.runs]
+        for private, sigma in zip(steps, sigmas): private.begin(sigma)
+        if self.head: _add_head_sums(self, batches)
+        else: self.add_sums(batches, room)
+        return [end(run.training, private.finish(), sigma, by) for run, private, sigma, by
+            in zip(self.runs, steps, sigmas, began)]
+
+    def add_sums(self, batches:list, room:int):
+        "Add each run's scaled sum to its noise."
         at = self.padded(batches, room).to(self.images.device)
         gradients, norms, losses = self.gradients(self.images[at], self.labels[at])
         weights, sizes = torch.zeros_like(norms), list(map(len, batches))
         steps = [run.training.step for run in self.runs]
-        for k, (private, sigma) in enumerate(zip(steps, sigmas)):
-            private.begin(sigma)
+        for k, private in enumerate(steps):
             private.add_noise()
             found, b = private.scales(norms[k, :sizes[k]], None), private.expected_batch_size
             private.seen = [(norms[k, :sizes[k]].clone(), found, None)]*bool(sizes[k])
             private.losses = [losses[k, :sizes[k]].clone()]*bool(sizes[k])
             weights[k, :sizes[k]] = found/b
         _add_sums(steps, self.runs, gradients, weights)
-        return [end(run.training, private.finish(), sigma, by) for run, private, sigma, by
-            in zip(self.runs, steps, sigmas, began)]
 
     def train_epoch(self):
         "One epoch of every run."
@@ -160,14 +169,69 @@ def _add_sums(steps, runs, gradients, weights):
         for private, run, total in zip(steps, runs, sums):
             private.recorder.slots[run.model.get_parameter(name)].shaped.add_(total)
 
+# %% ../../nbs/training/stacked.ipynb #5b7a1c03
+def _head_of(model, device)->str: # Its name; empty where the model is anything else, or on a GPU
+    "The layer of a network that is one linear layer."
+    *before, (name, last) = model.named_children() or [("", None)]
+    is_head = isinstance(last, nn.Linear) and all(isinstance(x, nn.Flatten) for _, x in before)
+    return name*(is_head and device == "cpu")
+
+def _head_passes(stack, batches:list)->tuple: # Inputs, outputs' gradients, losses of all samples
+    "Forward and backward pass of a linear layer, each run's by its own weights."
+    sizes, at = list(map(len, batches)), torch.tensor(sum(batches, []), dtype=torch.long)
+    inputs = stack.images.flatten(1).index_select(0, at)
+    with torch.no_grad():
+        of_runs = [run.model[-1](x) for run, x in zip(stack.runs, inputs.split(sizes))]
+    outputs = torch.cat(of_runs).requires_grad_()
+    losses = per_sample_losses(stack.runs[0].loss, outputs, stack.labels[at])
+    return inputs, torch.autograd.grad(losses.sum(), outputs)[0], losses.detach()
+
+# %% ../../nbs/training/stacked.ipynb #5b7a1c06
+def _add_head_sums(stack, batches:list):
+    "Add each run's scaled sum to its noise, from inputs and outputs' gradients, to the bit."
+    inputs, slopes, losses = _head_passes(stack, batches)
+    recorder = stack.runs[0].training.step.recorder
+    slots, layer = recorder.book.layer_slots[stack.head], recorder.book.layers[stack.head]
+    parts = kernels_of(layer)["rank_one"](layer, slots, inputs, slopes)
+    norms = torch.stack([part.squared_norms for part in parts]).sum(0).sqrt_()
+    bad = ~torch.isfinite(norms)
+    if bad.any(): parts = [part.without(bad) for part in parts]
+    sizes = list(map(len, batches))
+    for run in stack.runs: run.training.step.add_noise()
+    scales = _scales_of([run.training.step for run in stack.runs], norms, sizes)
+    of_runs = zip(*(x.split(sizes) for x in (norms, scales, losses)))
+    stops = itertools.accumulate(sizes)
+    for run, stop, size, of_run in zip(stack.runs, stops, sizes, of_runs):
+        at = slice(stop - size, stop)
+        if size: _add_head_sum(run.training.step, stack.head, parts, at, *of_run)
+
+def _scales_of(steps:list, norms:Tensor, sizes:list)->Tensor: # Of all samples
+    "Each run's scales; at once where all have one rule."
+    if all(private.clip_rule == steps[0].clip_rule for private in steps):
+        return steps[0].scales(norms, None)
+    return torch.cat([private.scales(own, None) for private, own in zip(steps, norms.split(sizes))])
+
+def _add_head_sum(private, name, parts, at, norms, scales, losses):
+    "Add the sum of one run, and note its samples."
+    weights, slots = scales/private.expected_batch_size, private.recorder.book.layer_slots[name]
+    for part in parts: part.add(slots[part.parameter], weights, *(x[at] for x in part.rows))
+    private.spot_check.count(len(norms))
+    private.seen, private.losses = [(norms, scales, None)], [losses]
+
+
 # %% ../../nbs/training/stacked.ipynb #298a0c4f
 def train_stacked(
     specs:list, # RunSpecs of one network on one data set
     runs:Path=Path("runs"), # Folder of runs
     data:Dataset|None=None, # Their data; loaded where None
     progress=lambda finished, epochs: None, # Called with (finished epochs, epochs)
+    workers:int=1, # Processes, each of which trains its share of the runs together
 )->list: # RunRecords, in the order of `specs`
     "The records of runs that train together: found, resumed at their last epoch, or trained."
+    if workers > 1:
+        shares, parallel = (specs[k::workers] for k in range(workers)), Parallel(n_jobs=workers)
+        parallel(delayed(train_stacked)(share, Path(runs).resolve()) for share in shares if share)
+        return [find_record(spec, runs) for spec in specs]
     data, started = data or load_dataset(specs[0].dataset), (time.time(), time.process_time())
     with ExitStack() as locks:
         for path in sorted({record_path(spec, runs).parent for spec in specs}):

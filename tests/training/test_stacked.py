@@ -1,4 +1,5 @@
 "Runs that share their passes: each record is that of the run alone."
+import copy
 import dataclasses
 import json
 
@@ -82,6 +83,39 @@ def test_a_gradient_that_is_not_finite_is_left_out(double):
         torch.testing.assert_close(weights(other), weights(one), rtol=0, atol=1e-10)
 
 
+def heads(**changes):
+    "Linear layers, of which every run has its own method."
+    return [dataclasses.replace(spec, model="linear", expected_batch_size=64, epochs=2, **changes)
+            for spec in SPECS]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stacked_linear_layer_has_the_record_of_the_run_alone_to_the_bit(tmp_path, workers):
+    train_stacked(heads(), tmp_path/"stacked", workers=workers)
+    for spec in heads():
+        train(spec, tmp_path/"single")
+        found, wanted = (record_path(spec, tmp_path/of) for of in ("stacked", "single"))
+        assert found.read_bytes() == wanted.read_bytes()
+
+
+def test_linear_layers_leave_out_what_is_not_finite_and_take_empty_batches():
+    data = load_dataset("digits")
+    spoiled = data.train_images.clone()
+    spoiled[3] = float("nan")
+    data = dataclasses.replace(data, train_images=spoiled)
+    alone, together = ([Run(spec, data) for spec in heads()] for _ in range(2))
+    for run in [*alone, *together]: next(iter(run.training.batches))
+    for one in alone: take_step(one.training, [2, 3, 4], 1.)
+    _Stack(together).step([[2, 3, 4]]*len(together), [1.]*len(together))
+    for runs in (alone, together): # the next batch of every second run is empty
+        for run in runs: next(iter(run.training.batches))
+    batches = [[5, 3]*(k % 2) for k in range(len(alone))]
+    for one, batch in zip(alone, batches): take_step(one.training, batch, 1.)
+    _Stack(together).step(batches, [1.]*len(together))
+    for one, other in zip(alone, together):
+        assert torch.equal(weights(one), weights(other)) and weights(one).isfinite().all()
+
+
 class Killed(Exception): pass
 
 
@@ -118,6 +152,33 @@ def test_a_step_agrees_in_single_precision():
         for name in ("nonprivate_norms", "nonprivate_scales", "nonprivate_losses"):
             torch.testing.assert_close(getattr(report, name), getattr(single, name), rtol=1e-5,
                                        atol=1e-6)
+
+
+def nearest_zero(model, images):
+    "The smallest input of a ReLU in absolute value, by sample."
+    seen = []
+    hooks = [layer.register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0]))
+             for layer in model if isinstance(layer, torch.nn.ReLU)]
+    with torch.no_grad(): model(images)
+    for hook in hooks: hook.remove()
+    return torch.stack([x.abs().flatten(1).amin(1) for x in seen]).amin(0)
+
+
+def test_single_precision_differs_only_where_a_unit_is_next_to_zero():
+    "From equal weights, step after step; where a sample jumps, its own unit explains it."
+    data, spec = load_dataset("digits"), dataclasses.replace(SPECS[3], epochs=2)
+    one, other = Run(spec, data), Run(spec, data)
+    stack, jumped = _Stack([other]), []
+    for batch, same in zip(one.training.batches, other.training.batches):
+        near = nearest_zero(one.model, data.train_images[batch])
+        single, (report,) = take_step(one.training, batch, 1.), stack.step([same], [1.])
+        apart = (report.nonprivate_norms/single.nonprivate_norms - 1).abs()
+        jumped += near[apart > 1e-5].tolist()
+        if not jumped: torch.testing.assert_close(weights(other), weights(one), rtol=0, atol=1e-5)
+        other.model.load_state_dict(one.model.state_dict())
+        state = copy.deepcopy(one.training.optimizer.state_dict())
+        other.training.optimizer.load_state_dict(state)
+    assert len(jumped) <= 2 and all(x < 1e-6 for x in jumped)
 
 
 @pytest.mark.slow
