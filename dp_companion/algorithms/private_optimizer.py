@@ -219,8 +219,8 @@ def add_param_group(self:PrivateOptimizer, group):
 @patch(as_prop=True)
 def _step_supports_amp_scaling(self:PrivateOptimizer):
     raise ValueError("optimizer.step must be called without a GradScaler, whose factor depends on "
-        "raw gradients, got one; leave it out, since layers compute in their parameters' own "
-        "precision")
+        "raw gradients, got one; leave it out, and use autocast to torch.bfloat16, which "
+        "needs none")
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #b6bc4665
 @patch
