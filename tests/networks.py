@@ -53,7 +53,27 @@ def opacus_resnet18():
 def opacus_small_image_resnet18(): return small_image_resnet18(opacus_resnet18)
 
 
-SHAPES = {mnist_cnn: (1, 28, 28), digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn,
+class Mean(nn.Module):
+    "The mean over the tokens."
+    def forward(self, x): return x.mean(1)
+
+
+def transformer(layer=nn.TransformerEncoderLayer):
+    "Four layers of torch's transformer, of width 256, for 64 tokens."
+    return nn.Sequential(*(layer(256, 4, 1024, dropout=0., batch_first=True) for _ in range(4)),
+                         Mean(), nn.Linear(256, 10))
+
+
+def opacus_transformer():
+    "The same with Opacus's attention, without which its hooks record nothing."
+    from opacus.layers import DPMultiheadAttention
+    model = transformer()
+    for layer in model[:4]: layer.self_attn = DPMultiheadAttention(256, 4, batch_first=True)
+    return model
+
+
+SHAPES = {transformer: (64, 256), opacus_transformer: (64, 256), mnist_cnn: (1, 28, 28),
+          digits_cnn: (1, 8, 8)} | dict.fromkeys((cifar_cnn,
     group_norm_resnet18, small_image_resnet18, opacus_resnet18, opacus_small_image_resnet18),
     (3, 32, 32))
 

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/algorithms/book_keeping.ipynb #15fecf52
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 import torch
 from fastcore.basics import patch
@@ -19,7 +19,7 @@ from .attention import SplitAttention, is_splittable, split
 from .nested_tensors import tensors_of
 from .per_sample_norms import CACHE_BYTES, HELD_BYTES, KERNELS, LatePart
 from .per_sample_norms import CallInput, Slot, candidates, first_tensor
-from .per_sample_norms import kernels_of, opacus_rows
+from .per_sample_norms import in_precision, kernels_of, opacus_rows
 from .per_sample_norms import pieces, row_part
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #acb03971
@@ -270,11 +270,19 @@ def refuse_past(
 # %% ../../nbs/algorithms/book_keeping.ipynb #9fb35e2f
 def is_power_or_zero(passes:int)->bool: return passes&(passes-1)==0 # 0, 1, 2, 4, 8, ...
 
-def check_precision(device_type:str):
-    "Refuse layers that compute in another precision than their parameters have."
-    if torch.is_autocast_enabled(device_type):
-        raise ValueError("the forward pass must run in the parameters' own precision, got "
-                         "autocast; leave it off")
+def own_precision(x:Tensor): # A context manager
+    "Autocast off, where it is on: norms and sums are of the parameters' precision."
+    device = x.device.type
+    return (torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device)
+            else nullcontext())
+
+def precision_of(device_type:str)->torch.dtype|None: # None: that of the parameters
+    "What layers compute in; an error where gradients would need a scaler."
+    if not torch.is_autocast_enabled(device_type): return None
+    found = torch.get_autocast_dtype(device_type)
+    if found==torch.bfloat16: return found
+    raise ValueError(f"autocast must compute in torch.bfloat16, got {found}, whose gradients need "
+                     "a scaler; use torch.autocast(device, torch.bfloat16)")
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #220a1894
 @patch
@@ -282,6 +290,7 @@ def check_precision(device_type:str):
 def recording(self:BookKeeping):
     "Hook the layers for one forward pass."
     self.clear()
+    self.precision = precision_of(self.flat.device.type)
     handles = [layer.register_forward_hook(partial(self._tap, name), with_kwargs=True, prepend=True)
         for name, layer in self.layers.items()] # Before other hooks on the layer's output
     handles += [self.layers[name].register_forward_pre_hook(partial(self._note, name))
@@ -320,7 +329,9 @@ def _check_call(self:BookKeeping, name, args, kwargs, output):
     if not is_plain and name not in self.blocks:
         raise TypeError(f"layer {name!r} must take its input as its only argument, by "
                         "position, and return one tensor")
-    check_precision(self.flat.device.type)
+    if precision_of(self.flat.device.type)!=self.precision:
+        raise ValueError("the forward pass must run in one precision, got autocast inside the "
+                         "module; put torch.autocast around the call of the module")
     if not args or not isinstance(args[0], Tensor): return
     if args[0].layout!=torch.strided:
         raise ValueError(f"layer {name!r} must be given a dense input, got {args[0].layout}; call "
@@ -373,8 +384,11 @@ def take_common(self:BookKeeping,
                  for loss in losses]
     for y, *rows in zip(outputs, *found):
         name, call = self.common[y]
-        self._write_shared(self.layers[name], self.layer_slots[name], call, torch.stack(rows))
-        self.common[y] = torch.stack(rows).sum(0)
+        rows = torch.stack(rows).to(self.flat.dtype)
+        if self.precision: call = in_precision(call, y.dtype, self.flat.dtype)
+        with own_precision(self.flat):
+            self._write_shared(self.layers[name], self.layer_slots[name], call, rows)
+        self.common[y] = rows.sum(0)
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #2c8ed139
 @patch
@@ -392,7 +406,7 @@ def _tap(self:BookKeeping, name, layer, args, kwargs, output):
         # A gradient inside the model
         if b[at] is None or (self.is_open and not torch.is_grad_enabled()) or self.is_muted: return
         self._check_back(name, mine is self.current and bool(held))
-        self._write(name, held.pop(), version, b[at], role)
+        with own_precision(self.flat): self._write(name, held.pop(), version, b[at], role)
     y.grad_fn.register_prehook(back)
     return (type(output)([y, *output[1:]]) if isinstance(output, (tuple, list)) else y)
 
@@ -424,6 +438,7 @@ def _write(self:BookKeeping, name, a, version, b, role:str="rows"):
         raise ValueError(f"the input of layer {name!r} must not be changed in place after the "
                          "layer has read it")
     layer, slots = self.layers[name], self.layer_slots[name]
+    if self.precision: a, b = in_precision(a, b.dtype, self.flat.dtype), b.to(self.flat.dtype)
     if role=="windows": a, b = (x.unflatten(0, (self.batch_size, -1)) for x in (a, b))
     self.freed, self.widest = self.freed + a.numel() + b.numel(), max(self.widest, b.numel())
     if any(self.uses[slot]>1 for slot in slots.values()):
@@ -439,7 +454,8 @@ def _write(self:BookKeeping, name, a, version, b, role:str="rows"):
 def _check_common(self:BookKeeping, name:str, b:Tensor):
     "Refuse a gradient of what is the same for all samples that is not the sum of theirs."
     sums = [x for x in self.common.values() if isinstance(x, Tensor) and x.shape==b.shape]
-    if not any((x-b).norm()<=1e-3*b.norm()+1e-12 for x in sums) and bool(b.isfinite().all()):
+    slack = .02 if self.precision else 1e-3 # The loss summed them in its own precision
+    if not any((x-b).norm()<=slack*b.norm()+1e-12 for x in sums) and bool(b.isfinite().all()):
         raise self._no_batch(name, len(b) if b.dim() else 0)
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #729ef229
@@ -503,7 +519,7 @@ class RecordedSamples:
         # One divisor for all samples, or each its own
         own = isinstance(divisor, Tensor) and divisor.dim()==1
         self.at, self.divisor, self.added = at, divisor[at] if own else divisor, None
-        self._parts = [(slot, part.formed(at)) for slot, part in late]
+        with own_precision(known): self._parts = [(slot, part.formed(at)) for slot, part in late]
         recorded = _summed([known, *(part.squared_norms for _, part in self._parts)]).sqrt_()
         self._bad = ~torch.isfinite(recorded)
         self.is_whole = not own and divisor==1 # Whether the loss divides by nothing
@@ -514,7 +530,7 @@ class RecordedSamples:
         "Add the sum of scales times gradients; samples whose norm is not finite are left out."
         if not self.is_whole:
             scales = self.divisor*scales
-        _add_parts(self._parts, scales, self._bad)
+        with own_precision(scales): _add_parts(self._parts, scales, self._bad)
         self._parts, self.added = None, (scales, self._bad) # What was formed late is freed
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #200cd7af
@@ -535,7 +551,7 @@ def samples(self:BookKeeping,
         found.append(part.added)
     # Else norms alone were asked for
     if None not in found:
-        _add_parts(early, *map(torch.cat, zip(*found)))
+        with own_precision(known): _add_parts(early, *map(torch.cat, zip(*found)))
     self.clear()
 
 # %% ../../nbs/algorithms/book_keeping.ipynb #5c418b3a
@@ -558,7 +574,7 @@ def _closed(self:BookKeeping)->tuple: # Late parts, and all others
         if x._version!=version:
             raise ValueError(f"the input of layer {name!r} and its output's gradient must not be "
                              "changed in place " "before the step is over")
-    self._time_held()
+    with own_precision(self.flat): self._time_held()
     parts = [part for of_layer in self.pages.values() for part in of_layer]
     late = [part for part in parts if isinstance(part[1], LatePart)]
     return late, [part for part in parts if not isinstance(part[1], LatePart)]

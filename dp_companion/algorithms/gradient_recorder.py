@@ -11,7 +11,7 @@ import inspect
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
-from .book_keeping import BookKeeping, Merged, check_precision, refuse_past
+from .book_keeping import BookKeeping, Merged, refuse_past
 from .nested_tensors import call_model, tensors_of
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #8d7e8969
@@ -86,7 +86,6 @@ def record(self:GradientRecorder,
     divisor:float|Tensor|None=1, # What the loss divides gradients by; None: read from it later
 ): # What the model returns
     "Run the forward pass, ready for a backward pass."
-    check_precision(self.flat.device.type)
     self.clear()
     for p in self.slots:
         p.grad = None

@@ -196,6 +196,15 @@ def _taken(x:Tensor, index:list, samples:int, lengths:set)->Tensor:
     return x.index_select(places[0], torch.tensor(index, device=x.device)) if places else x
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
+_APART = {getattr(Tensor, f"{name}_"): getattr(torch, name) for name in ("mul", "div", "add", "sub")}
+
+def _latest(x:Tensor)->Tensor: return _latest(x.now) if "now" in vars(x) else x
+
+def _apart(func, args)->tuple: # (function, the tensor that its output is from now on)
+    "What makes a number anew in place of changing it, which would hide how."
+    with torch._C.DisableTorchFunctionSubclass():
+        if func not in _APART or args[0].dim(): return func, None
+    return _APART[func], args[0]
 
 class TracedOutput(Tensor):
     "An output of a recorded module, which says what is done with it."
@@ -204,9 +213,12 @@ class TracedOutput(Tensor):
         kwargs = kwargs or {}
         trace = next((vars(x)["trace"] for x in tensors_of((args, kwargs))
                       if isinstance(x, cls) and "trace" in vars(x)), None)
+        args, kwargs = mapped(_latest, args), mapped(_latest, kwargs)
         if trace is not None and func in _BACKWARD: trace.before_backward(*args, **kwargs)
+        func, changed = _apart(func, args)
         output = super().__torch_function__(func, types, args, kwargs)
         if trace is not None: trace.note(func, args, kwargs, output)
+        if changed is not None: changed.now = output
         return output
     # What is kept or copied is a plain tensor
     def __reduce_ex__(self, protocol): return self.as_subclass(Tensor).__reduce_ex__(protocol)

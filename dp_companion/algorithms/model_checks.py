@@ -110,7 +110,7 @@ REFUSALS = ( # In the order in which a model is checked
         "has no shape yet", "run the model on a batch before"),
     Refusal("half precision", _parameters(_is_coarse, lambda p: f"the {p.dtype} parameter"),
         "is rounded after clipping, so one sample can move a sum by many times its bound",
-        "call model.float()"),
+        "call model.float(), and torch.autocast for speed"),
     Refusal("a hook on a parameter", _parameters(_is_hooked, lambda p: "the hook on the parameter"),
         "changes a gradient after it is measured", "remove it"),
     Refusal("batch normalisation", _layers(_mixes, trained=False),

@@ -502,11 +502,29 @@ class CallInput:
         for k, row in zip(self._at, rows): leaves[k] = row.unsqueeze(0)
         return tree_unflatten(leaves, self._spec)
 
+    def changed(self, change)->"CallInput":
+        "The same call with every tensor of numbers changed."
+        new = copy.copy(self)
+        new._leaves = [change(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+                       for x in self._leaves]
+        return new
+
     # As of a tensor
     def numel(self)->int: return sum(x.numel() for x in self.rows)
     def contiguous(self): return self
     @property
     def _version(self)->int: return sum(x._version for x in self._leaves if isinstance(x, Tensor))
+
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #127f0435
+def in_precision(
+    a, # The input of a layer: a tensor, or a `CallInput`
+    used:torch.dtype, # What the layer computed in
+    kept:torch.dtype, # That of its parameters
+): # The same kind, of dtype `kept`
+    "What autocast gave a layer, exactly, in the precision of its parameters."
+    def change(x): return x.to(used).to(kept)
+    if isinstance(a, CallInput): return a.changed(change)
+    return change(a) if a.is_floating_point() else a
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db8
 def _vmapped_rows(

@@ -187,8 +187,8 @@ def check_used(self:PoissonBatches,
 ):
     "Refuse a loop that leaves a batch out: a decision on raw data."
     if waiting>1+ahead: raise ValueError(_NO_STEP.format(f"{waiting-1} without one") +
-        ", fetch none before the last has had its step, and look at records through a loader of "
-        "your own")
+        ", fetch none before the last has had its step, as a loader does that accelerate prepares, "
+        "and look at records through a loader of your own")
 
 @patch
 def check_step(self:PoissonBatches):

@@ -53,6 +53,8 @@ def _random_sums(model, inputs, targets:Tensor, warns:bool=False)->Tensor:
 # %% ../../nbs/algorithms/private_module.ipynb #e0da1a39
 class PrivateModule(nn.Module):
     "The user's module, recorded in training mode."
+    accepts_loss_kwargs = False # Else transformers' Trainer has losses divide by the batch's tokens
+
     def __init__(self,
         private_step:PrivateStep, # Of the same model
         *,
@@ -145,3 +147,10 @@ def state_dict(self:PrivateModule, *args, **kwargs):
 @patch
 def load_state_dict(self:PrivateModule, *args, **kwargs):
     return self._module.load_state_dict(*args, **kwargs)
+
+@patch
+def _load_from_state_dict(self:PrivateModule, state:dict, prefix:str, *args):
+    "Inside a larger module, too, names are those of the user's module."
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}_module.{key.removeprefix(prefix)}"] = state.pop(key)
+    nn.Module._load_from_state_dict(self, state, prefix, *args)

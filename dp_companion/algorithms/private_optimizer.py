@@ -219,15 +219,22 @@ def add_param_group(self:PrivateOptimizer, group):
 @patch(as_prop=True)
 def _step_supports_amp_scaling(self:PrivateOptimizer):
     raise ValueError("optimizer.step must be called without a GradScaler, whose factor depends on "
-        "raw gradients, got one; leave it out, since layers compute in their parameters' own "
-        "precision")
+        "raw gradients, got one; leave it out, and use autocast to torch.bfloat16, which "
+        "needs none")
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #b6bc4665
 @patch
-def state_dict(self:PrivateOptimizer): return self.original_optimizer.state_dict()
+def state_dict(self:PrivateOptimizer):
+    return {**self.original_optimizer.state_dict(), "private_steps": len(self.ledger)}
 
 @patch
-def load_state_dict(self:PrivateOptimizer, state): self.original_optimizer.load_state_dict(state)
+def load_state_dict(self:PrivateOptimizer, state:dict):
+    "Take up a state, unless it is of steps that the ledger lacks."
+    spent, known = state.get("private_steps", 0), len(self.ledger)
+    if spent>known: raise ValueError(f"optimizer's state must be of steps in its ledger, got {spent} "
+        f"steps for a ledger of {known}; in place of a trainer's own resuming, use save_checkpoint "
+        "and load_checkpoint of the PrivacyEngine, which bring the ledger")
+    self.original_optimizer.load_state_dict(state)
 
 @patch
 def __repr__(self:PrivateOptimizer): return f"PrivateOptimizer({self.original_optimizer!r})"

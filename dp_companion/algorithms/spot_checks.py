@@ -298,7 +298,9 @@ def look(self:SpotCheck,
 # %% ../../nbs/algorithms/spot_checks.ipynb #4b5e799c
 @patch
 def _drawn(self:SpotCheck, use): # `use(copy of the model)`
-    with kept_randomness(self.recorder.flat.device): return use(_copy_of(self.model))
+    device = self.recorder.flat.device # Looks compare in the parameters' own precision
+    with kept_randomness(device), torch.autocast(device.type, enabled=False):
+        return use(_copy_of(self.model))
 
 @patch
 def _recorded(self:SpotCheck, model, losses, n:int, k:int)->tuple: # (recorder, norms)

@@ -125,9 +125,9 @@ def test_a_layer_that_a_batch_does_not_reach_has_no_gradient():
         assert not gradient(step).view(2, -1)[1-use].any()
 
 
-def test_autocast_is_refused():
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError,
-            match="the forward pass must run in the parameters' own precision, got autocast"):
+def test_autocast_to_half_precision_is_refused():
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError,
+            match="autocast must compute in torch.bfloat16, got torch.float16"):
         step_for(network(digits_cnn))(LOSS, *batch(digits_cnn, 4))
 
 

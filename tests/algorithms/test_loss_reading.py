@@ -30,6 +30,22 @@ def mean_of_number(z, y): return each(z, y).mean()*(valid(y).numel()/int(valid(y
 def normalised(z, y): return (each(z, y)*(lambda w: w/w.mean())(valid(y)[..., 0].double())).mean()
 
 
+def halved(z, y):
+    loss = flat(z, y)
+    loss /= 2
+    loss.mul_(4)
+    return loss
+
+
+def divided_in_place(z, y):
+    loss = each(z, y).sum()
+    loss /= valid(y).sum()
+    return loss
+
+
+def numbered_in_place(z, y): return each(z, y).sum().div_(int(valid(y).sum()))
+
+
 def classes_of_batch(z, y):
     counts = torch.bincount(known(y[:, 0]), minlength=C).double() + 1
     return F.cross_entropy(z[:, 0], known(y[:, 0]), weight=len(y)/counts)
@@ -82,9 +98,10 @@ LOSSES = {
 } | {f.__name__: f for f in (masked, masked_number, masked_product, masked_rows, masked_select,
     mean_of_masked, mean_of_number, normalised, dice, dice_of_classes, contrastive, pairs, whitened,
     whitened_in_secret, hardest, above_median, log_of_mean, root_of_mean, largest, focal_normalised,
-    variance, positives, weighted_bce, mixed, product)}
+    variance, positives, weighted_bce, mixed, product, halved, divided_in_place,
+    numbered_in_place)}
 EXACT = {"valid tokens", "valid tokens, classes second", "nll", "class weights",
-         "shifted, as a language model's"}
+         "shifted, as a language model's", "halved"}
 
 
 class Model(nn.Module):

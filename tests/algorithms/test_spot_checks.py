@@ -142,7 +142,7 @@ def test_a_layer_is_measured_as_it_is_now():
 def test_autocast_inside_a_model_is_refused(way):
     def rounded(model, x):
         with torch.autocast("cpu", dtype=torch.bfloat16): return model.last(model.first(x)).double()
-    with pytest.raises(ValueError, match="must run in the parameters' own precision, got autocast"):
+    with pytest.raises(ValueError, match="must run in one precision, got autocast inside"):
         one_step(Net(rounded), way, *data())
 
 

@@ -27,7 +27,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from networks import (
     batch, cifar_cnn, group_norm_resnet18, mnist_cnn, opacus_resnet18, opacus_small_image_resnet18,
-    small_image_resnet18
+    opacus_transformer, small_image_resnet18, transformer
 )
 from dp_companion.algorithms.clipping import Flat
 from dp_companion.algorithms.private_step import PrivateStep, keep_freed_memory
@@ -39,6 +39,7 @@ ROWS = {  # name: network, batch, goal where one was set; network for Opacus
     "resnet-32": (small_image_resnet18, 32, 1.35, opacus_small_image_resnet18),
     # an eighth of the time for as many weights
     "pooled-resnet-32": (group_norm_resnet18, 32, None, opacus_resnet18),
+    "transformer-32": (transformer, 32, 1.35, opacus_transformer),
 }
 OPACUS = dict(noise_multiplier=1., max_grad_norm=1.)
 
@@ -93,9 +94,9 @@ def variants(build, opacus_build, size, device="cpu"):
     x, y = (values.to(device) for values in batch(build, size))
     torch.manual_seed(0)
     model = build().to(device)
-    last = lambda t: t.to(memory_format=torch.channels_last)
+    last = lambda t: t.to(memory_format=torch.channels_last) if x.dim() == 4 else t
     other = opacus_build().to(device)
-    other.load_state_dict(model.state_dict())
+    if build is not transformer: other.load_state_dict(model.state_dict()) # Else others' names
     new = lambda: copy.deepcopy(model)
     return {
         "ordinary": ordinary(new(), x, y), "book": book(new(), x, y,
