@@ -124,6 +124,7 @@ def reproduce(
     typer.echo(headline(records).to_string(index=False))
     typer.echo(f"\nAll results: {page.resolve()}")
 
+# %% ../nbs/cli.ipynb #1143d5cc
 def _say_planned(pages):
     "A line a page that a reproduction would execute, then the runs that it would train."
     todo = [page for page in pages if not page["is_current"]]
@@ -375,6 +376,7 @@ def _finished(path, runs):
     spec = spec_from_dict(content)
     with _epochs(f"run {spec.name}") as told: return train(spec, runs, None, told), runs
 
+# %% ../nbs/cli.ipynb #d77df9c7
 def _attacked(record, runs, draws):
     "The record with the empirical ε of its attack; a run without noise is refused."
     from dataclasses import replace
@@ -452,6 +454,7 @@ def grid(
     for line in report_lines(grid_report(specs, runs)): typer.echo(line)
     if failed: raise typer.Exit(1)
 
+# %% ../nbs/cli.ipynb #cdc971fe
 def _snakemake(options, config):
     "The exit status of the workflow."
     import subprocess
@@ -505,11 +508,16 @@ def _item(paper, typed):
     items = list(dict.fromkeys(load(paper)["item"]))
     number = re.fullmatch(r"(?i)(?:table|t)?\s*([\divx]+)", typed.strip())
     said = f"Table {number[1].upper()}" if number else typed.strip()
-    if said in items: return said
-    nearest = difflib.get_close_matches(said, items, n=1, cutoff=0)
-    raise ValueError(f"item must be one of {', '.join(items)} in paper {paper}, got "
-                     f"item={typed!r}; the nearest is {nearest[0]!r}")
+    return _known("item", typed, said, {item: item for item in items}, f" in paper {paper}")
 
+def _known(name, typed, word, known, where=""):
+    "What a typed word stands for, or the nearest word that is known."
+    if word in known: return known[word]
+    nearest, = difflib.get_close_matches(word, known, n=1, cutoff=0)
+    raise ValueError(f"{name} must be one of {', '.join(known)}{where}, got {name}={typed!r}; "
+                     f"the nearest is {nearest!r}")
+
+# %% ../nbs/cli.ipynb #420e0635
 def _printed_table(paper, item, runs):
     "Printed numbers of any table, and the mean of our runs where the table has an accuracy."
     from dp_companion.published import load
@@ -615,10 +623,7 @@ def _sizes(dataset, profile):
     known = {}
     for sizes in (s for of_profile in named.values() for s in of_profile.values()):
         known.setdefault(sizes.dataset, sizes)
-    if dataset in known: return known[dataset]
-    nearest, = difflib.get_close_matches(dataset, known, n=1, cutoff=0)
-    raise ValueError(f"dataset must be one of {', '.join(known)}, got dataset={dataset!r}; the "
-                     f"nearest is {nearest!r}")
+    return _known("dataset", dataset, dataset, known)
 
 # %% ../nbs/cli.ipynb #b20e1818
 @app.command()
@@ -691,10 +696,10 @@ _PLAINLY = {
         "must be a whole number, without commas",
     "Input should be a valid number, unable to parse string as a number": "must be a number"}
 _EXTRAS = { # command: what brings the packages that it imports
-    "reproduce": "notebooks,site", "site": "site", "run": "notebooks", "audit": "notebooks",
-    "tables": "notebooks", "data": "notebooks", "spec": "notebooks", "recipe": "notebooks",
-    "grid": "notebooks,grid"}
+    **dict.fromkeys(("run", "audit", "tables", "data", "spec", "recipe"), "notebooks"),
+    "reproduce": "notebooks,site", "site": "site", "grid": "notebooks,grid"}
 
+# %% ../nbs/cli.ipynb #41da9fb6
 def main(
     arguments:list|None=None, # Words after the program's name; those of the command line if None
 ):

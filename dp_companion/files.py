@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../nbs/files.ipynb #91bb456f
+import csv
+import io
 import os
 import uuid
 import zipfile
@@ -29,6 +31,24 @@ def write_whole(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+def csv_text(
+    rows, # Dicts
+    columns:tuple, # Their keys; others are left out
+)->str: # With a header
+    "Rows as CSV."
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
+
+def found_above(
+    name:Path, # Of a file or folder of a checkout
+)->Path|None: # In the working directory or the nearest parent that has it
+    "What a command finds that runs anywhere in a checkout."
+    places = (place/name for place in (Path.cwd(), *Path.cwd().parents))
+    return next((place for place in places if place.exists()), None)
 
 def is_intact(
     path:Path, # A zip file, as `torch.save` writes

@@ -81,10 +81,12 @@ def rates_bound(
 )->float: # epsilon, lower bound (nats)
     "Lower bound on epsilon from the errors of one threshold (KOV15, CP34)."
     _checked(delta, confidence)
-    each = dict(confidence=(1 + confidence)/2)
-    fpr = _rate_upper(false_positives, trials_out, **each)
-    fnr = _rate_upper(false_negatives, trials_in, **each)
-    return _rates_to_epsilon(fpr, fnr, delta=delta)
+    counts = (false_positives, trials_out), (false_negatives, trials_in)
+    return _rates_to_epsilon(*_both_upper(*counts, confidence), delta=delta)
+
+def _both_upper(out, into, confidence):
+    "Bounds on both error rates that hold together; each: (errors, draws)."
+    return (_rate_upper(*counts, confidence=(1 + confidence)/2) for counts in (out, into))
 
 # %% ../../nbs/audits/bounds.ipynb #0fbd05fa
 def mu_to_epsilon(
@@ -119,18 +121,11 @@ def epsilon_to_mu(
     return float(optimize.brentq(excess, 0, upper, xtol=1e-12))
 
 # %% ../../nbs/audits/bounds.ipynb #dbcefc58
-def _gaussian_rates_bound(
-    false_positives:int, # "in" said without the record; may be an array
-    trials_out:int, # Draws without the record
-    false_negatives:int, # "out" said with the record
-    trials_in:int, # Draws with the record
-    *,
-    confidence:float, # Of the bound, in (0, 1)
-)->float: # mu, lower bound, >= 0
+def _gaussian_rates_bound(false_positives:int, trials_out:int, false_negatives:int, trials_in:int,
+    *, confidence:float)->float: # mu, lower bound, >= 0
     "Lower bound on mu from two bounded error rates (NHTJ23)."
-    each = dict(confidence=(1 + confidence)/2)
-    fpr = _rate_upper(false_positives, trials_out, **each)
-    fnr = _rate_upper(false_negatives, trials_in, **each)
+    counts = (false_positives, trials_out), (false_negatives, trials_in)
+    fpr, fnr = _both_upper(*counts, confidence)
     return np.maximum(-special.ndtri(fpr) - special.ndtri(fnr), 0.)[()]
 
 def _gaussian_errors_bound(
@@ -202,6 +197,7 @@ def _errors_at(
         np.searchsorted(np.sort(scores_in), thresholds, side="right")
     )
 
+# %% ../../nbs/audits/bounds.ipynb #e7b5eeba
 def _strength_at(
     scores_out:np.ndarray, # (draws_out,)
     scores_in:np.ndarray, # (draws_in,)

@@ -51,12 +51,12 @@ def worst_norm(
     rule:ClipRule, # The rule under audit
 )->float: # A norm, in the unit of the gradient
     "The largest norm that contributes most, to one part in 10,000."
-    names = ("max_grad_norm", "strict_max_grad_norm")
-    bounds = [getattr(rule, name) for name in names if hasattr(rule, name)]
+    bounds = bounds_of(rule)
     norms = torch.cat([torch.logspace(-3, 4, 141)*bounds[0], torch.tensor(bounds)]).sort().values
     through = rule.scale(norms, _one_group(rule, len(norms)))*norms
     return float(norms[through >= through.max()*(1 - 1e-4)].max())
 
+# %% ../../nbs/audits/canaries.ipynb #ab1dcb5d
 def _canary_records(
     rule:ClipRule, # The rule under audit
     kind:str="random", # random or one_hot
@@ -74,6 +74,12 @@ def _canary_records(
         direction = nn.functional.one_hot(place, width).float()
     others = -direction.expand(_BYSTANDERS, -1)/10
     return worst_norm(rule)*torch.cat([direction[None], others])
+
+# %% ../../nbs/audits/canaries.ipynb #5a0882b9
+def bounds_of(rule)->list: # The lower one first
+    "The clipping bounds of a rule."
+    names = ("max_grad_norm", "strict_max_grad_norm")
+    return [getattr(rule, name) for name in names if hasattr(rule, name)]
 
 # %% ../../nbs/audits/canaries.ipynb #a2e9ce06
 class _CanaryStep:
@@ -253,24 +259,3 @@ def audit_schedule(
     return finding_from_scores(
         *scores, delta=delta, confidence=confidence, method=method, seed=seed
     )
-
-# %% ../../nbs/audits/canaries.ipynb #05639dee
-def _run_scores(
-    rule:ClipRule, # The rule under audit, at its start
-    events:Iterable[MechanismEvent], # What each step releases, in order
-    *,
-    draws:int, # Runs per world
-    seed:int=0, # Of the batches and the noise
-    **options, # kind, step_class, sizes: as for `_CanaryStep`
-)->tuple[np.ndarray,np.ndarray]: # (draws,) without the canary, (draws,) with it
-    "Log-likelihood ratios of whole runs of `PrivateStep`; a rule's released counts are not read."
-    canary_step, rng = _CanaryStep(rule, seed=seed, **options), np.random.default_rng(seed)
-    steps = [event for event in events for _ in range(event.steps)]
-    def ratio(event, is_in):
-        q, sigma, background = event.sample_rate, event.noise_multiplier, canary_step.background
-        x = canary_step(is_in and rng.random() < q, sigma) - background
-        return float(log_likelihood_ratio(torch.tensor([x], dtype=torch.float64), sigma, q))
-    def run(is_in):
-        canary_step.step.clip_rule = rule
-        return sum(ratio(event, is_in) for event in steps)
-    return tuple(np.array([run(is_in) for _ in range(draws)]) for is_in in (False, True))

@@ -36,6 +36,7 @@ def _put_back(step:PrivateStep):
         if generator is not None: generator.set_state(kept[2])
         step.optimizer.zero_grad()
 
+# %% ../../nbs/audits/engine.ipynb #c10dda86
 def _released_noise(
     step:PrivateStep, # Of a training loop
     multipliers:list[float], # sigma of each step to take
@@ -89,6 +90,7 @@ class AuditReport(BudgetReport):
     "A budget beside what an attack achieved."
     def __str__(self)->str: return f"{super().__str__()}\n{self.empirical}"
 
+# %% ../../nbs/audits/engine.ipynb #544990a0
 @patch
 def audit(self:PrivacyEngine,
     delta:float|None=None, # In (0, 1); None: the target's delta
@@ -125,6 +127,7 @@ def audit(self:PrivacyEngine,
     return AuditReport(**{f.name: getattr(report, f.name) for f in fields(report)}
         | {"empirical": finding})
 
+# %% ../../nbs/audits/engine.ipynb #73d3c26a
 def _with_noise(event:MechanismEvent, noise:float)->MechanismEvent:
     "The event that ran: with the noise that was found."
     return event if noise==1 else replace(event,

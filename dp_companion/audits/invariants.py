@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..algorithms.clipping import ClipRule, CountingRule, Flat
 from ..algorithms.private_step import PrivateStep
 from .bounds import mu_to_epsilon
-from .canaries import Directions, audit_step, output_sum
+from .canaries import Directions, audit_step, bounds_of, output_sum
 from ..budgets.certified import certify
 from ..budgets.events import MechanismEvent
 
@@ -55,8 +55,7 @@ def reach(
     rule:ClipRule, # As it is now
 )->float: # In the unit of the gradient
     "The largest scaled norm, over norms and groups."
-    names = ("max_grad_norm", "strict_max_grad_norm")
-    bounds = [getattr(rule, name) for name in names if hasattr(rule, name)]
+    bounds = bounds_of(rule)
     decades = torch.logspace(-6, 6, 241, dtype=torch.float64)*bounds[0]
     norms = torch.cat([decades, torch.tensor(bounds, dtype=torch.float64)])
     groups = [None]
@@ -167,10 +166,7 @@ class _Probe:
         return reach(self.step.clip_rule if self.rule.counts_first else self.rule)
 
 # %% ../../nbs/audits/invariants.ipynb #ac2f028a
-def _noise_scale(
-    rule:ClipRule, # The rule
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # By Kolmogorov and Smirnov
+def _noise_scale(rule:ClipRule, **options)->Check: # By Kolmogorov and Smirnov
     "Noise has the scale that schedule and rule give."
     probe, p = _Probe(rule, **options), []
     for sigma, norm in ((2., .1), (.5, 100.)):
@@ -179,25 +175,34 @@ def _noise_scale(
     return by_chance("noise has its scheduled scale", *p)
 
 # %% ../../nbs/audits/invariants.ipynb #1255eeb5
-def _noise_independence(
-    rule:ClipRule, # The rule
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # By Student's test of all pairs
+def _noise_independence(rule:ClipRule, **options)->Check: # By Student's test of all pairs
     "No noise is used twice."
     probe = _Probe(rule, **options)
     pieces = torch.stack([
         probe(_records_of([1.]), 1.)[probe.quiet] for _ in range(4)
     ]).reshape(16, -1)
+    return unlike("noises are uncorrelated", pieces)
+
+# %% ../../nbs/audits/invariants.ipynb #11ad4af1
+def chi_squared(x:Tensor, std:float)->float: # p-value, two-sided
+    "Whether values have mean zero and a standard deviation."
+    chi2 = float(x.square().sum())/std**2
+    return 2*min(stats.chi2.cdf(chi2, len(x)), stats.chi2.sf(chi2, len(x)))
+
+# %% ../../nbs/audits/invariants.ipynb #31a0d019
+def unlike(
+    name:str, # The invariant
+    rows:Tensor, # (rows, values), of which no two may be correlated
+)->Check: # By Student's test of all pairs
+    "Rows of noise have nothing in common."
+    free = rows.shape[1] - 2
     with np.errstate(divide="ignore", invalid="ignore"):
-        r = np.corrcoef(pieces.numpy())[np.triu_indices(16, 1)]
-        t = r*np.sqrt((pieces.shape[1] - 2)/np.maximum(1 - r*r, 0))
-    return by_chance("noises are uncorrelated", *(2*stats.t.sf(abs(t), pieces.shape[1] - 2)))
+        r = np.corrcoef(rows.numpy())[np.triu_indices(len(rows), 1)]
+        t = abs(r)*np.sqrt(free/np.maximum(1 - r*r, 0))
+    return by_chance(name, *(2*stats.t.sf(t, free)))
 
 # %% ../../nbs/audits/invariants.ipynb #b9badf91
-def _empty_batch(
-    rule:ClipRule, # The rule
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # By Kolmogorov and Smirnov
+def _empty_batch(rule:ClipRule, **options)->Check: # By Kolmogorov and Smirnov
     "An empty batch is a step with noise."
     probe = _Probe(rule, **options)
     def weights(): return torch.cat([p.detach().flatten() for p in probe.model.parameters()])
@@ -208,10 +213,7 @@ def _empty_batch(
     return by_chance("an empty batch moves by noise", p)
 
 # %% ../../nbs/audits/invariants.ipynb #91083788
-def _one_record(
-    rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # Of the largest difference over the reach
+def _one_record(rule:ClipRule, **options)->Check: # Of the largest difference over the reach
     "One record moves the sum by at most the sensitivity."
     probe, bystanders = _Probe(rule, **options), _records_of([.1*rule.max_grad_norm]*3)
     without = probe(bystanders, 0.)
@@ -225,10 +227,7 @@ def _one_record(
     return by_size("one record moves the sum by at most the sensitivity", moved/reach(rule), EXACT)
 
 # %% ../../nbs/audits/invariants.ipynb #ab8d717b
-def _public_divisor(
-    rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # Of the largest relative difference
+def _public_divisor(rule:ClipRule, **options)->Check: # Of the largest relative difference
     "The update is linear in the batch and in the public divisor."
     def share(L, copies):
         records = _records_of([.5*rule.max_grad_norm]*copies)
@@ -238,10 +237,7 @@ def _public_divisor(
     return by_size("the divisor is public", max((x - one).norm()/one.norm() for x in shares), 1e-9)
 
 # %% ../../nbs/audits/invariants.ipynb #93b21573
-def _interrupted_step(
-    rule:ClipRule, # The rule; not one that counts before it scales
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # Of a record's part in the next sum over the reach
+def _interrupted_step(rule:ClipRule, **options)->Check: # Of a record's part in the next sum
     "A step that was broken off leaves nothing behind."
     probe, record = _Probe(rule, **options), _records_of([10*rule.max_grad_norm])
     probe.step.begin(0.)
@@ -251,10 +247,7 @@ def _interrupted_step(
     )
 
 # %% ../../nbs/audits/invariants.ipynb #053693df
-def _raw_norms(
-    rule:ClipRule, # The rule
-    **options, # seed, step_class: as for `_Probe`
-)->Check: # 1 where they differ
+def _raw_norms(rule:ClipRule, **options)->Check: # 1 where they differ
     "Bounds do not follow raw norms."
     def after(norm):
         probe = _Probe(rule, **options)
@@ -327,6 +320,7 @@ def unmixed_records(
     output, other = first(inputs), first(torch.cat([inputs[:1], 2*inputs[1:] + 1]))
     return by_size("records do not mix", (other - output).norm()/output.norm(), 1e-5)
 
+# %% ../../nbs/audits/invariants.ipynb #a36cb171
 def still_buffers(
     model:nn.Module, # In the mode in which it is trained
     loss_fn, # As for `PrivateStep`

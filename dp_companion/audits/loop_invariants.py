@@ -19,11 +19,12 @@ from ..algorithms.clipping import ClipRule, CountingRule
 from ..algorithms.privacy_engine import PrivacyEngine
 from ..algorithms.private_step import PrivateStep
 from .canaries import Directions
-from .invariants import EXACT, Check, by_chance, by_size, reach, released
+from .invariants import (
+    EXACT, Check, by_chance, by_size, chi_squared, reach, released)
 from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
-from ..training.spec import RunSpec, run_spec
+from ..training.spec import RunSpec
 from ..training.planning import budget_report
 from ..training.run import Run
 
@@ -74,10 +75,7 @@ def _applied_noise(
     name = "the applied noise is the accounted one"
     multipliers = (per_step_multipliers(events)**-2. - _count_rate(rule))**-.5
     if len(sums) != len(multipliers): return by_chance(name, 0.)
-    def p(x, sigma, S):
-        chi2 = float(x.square().sum())/(sigma*S)**2
-        return 2*min(stats.chi2.cdf(chi2, len(x)), stats.chi2.sf(chi2, len(x)))
-    return by_chance(name, *map(p, sums, multipliers, sensitivities))
+    return by_chance(name, *map(chi_squared, sums, np.multiply(multipliers, sensitivities)))
 
 def _all_queries(
     rule:ClipRule, # Whose queries

@@ -16,7 +16,7 @@ from .bounds import Finding, rates_bound
 from .canaries import audit_schedule
 from ..budgets.certified import verdict_of
 from ..budgets.events import MechanismEvent
-from ..training.records import RunRecord, record_path, write_json
+from ..training.records import RunRecord, least_epsilon, record_path, write_json
 
 # %% ../../nbs/audits/runs.ipynb #f291713d
 def released_events(
@@ -35,13 +35,8 @@ def released_events(
 # %% ../../nbs/audits/runs.ipynb #b3fa62f5
 DRAWS = 40_000 # Runs per world that an attack draws by default
 
-def _audit_record(
-    record:RunRecord, # A finished run
-    *,
-    draws:int=DRAWS, # Runs per world, half of them for the threshold
-    confidence:float=.95, # Of the bound, in (0, 1)
-    seed:int=0, # Of the attack's own draws
-)->Finding: # Lower bound on epsilon
+def _audit_record(record:RunRecord, *, draws:int=DRAWS, confidence:float=.95,
+    seed:int=0)->Finding: # Lower bound on epsilon
     "Attack the steps that a run released (KOV15, NP33)."
     return audit_schedule(
         released_events(record), delta=record.spec.delta, draws=draws, confidence=confidence,
@@ -49,12 +44,7 @@ def _audit_record(
     )
 
 # %% ../../nbs/audits/runs.ipynb #b4be5c63
-def _attack_limit(
-    *,
-    draws:int=DRAWS, # Runs per world, half of them for the threshold
-    delta:float, # In [0, 1)
-    confidence:float=.95, # Of the bound, in (0, 1)
-)->float: # epsilon (nats)
+def _attack_limit(*, draws:int=DRAWS, delta:float, confidence:float=.95)->float: # epsilon (nats)
     "The most that an attack with so many draws achieves: no errors at all (KOV15, CP34)."
     return float(rates_bound(0, draws//2, 0, draws//2, delta=delta, confidence=confidence))
 
@@ -81,13 +71,11 @@ def with_finding(
     "The record with its empirical epsilon."
     budget = record.budget
     claimed = budget["claimed"]["epsilon"] if budget["claimed"] else math.nan
-    epsilons = [float(c["epsilon"]) for c in budget["certified"].values()]
-    certified = min(epsilons, default=math.inf)
     return replace(
         record,
         budget={
             **budget, "empirical": asdict(found),
-            "verdict": verdict_of(float(claimed), certified, found.epsilon)
+            "verdict": verdict_of(float(claimed), least_epsilon(budget), found.epsilon)
         }
     )
 
@@ -110,9 +98,13 @@ def audit_runs(
         with_finding(r, found[_asked(r)]) if _asked(r) in found and not r.budget["empirical"] else r
         for r in records
     ]
+    return rewritten(records, made, runs)
+
+# %% ../../nbs/audits/runs.ipynb #656eeedb
+def rewritten(records:list, made:list, runs:Path)->list: # `made`
+    "Write the records that have changed."
     for old, new in zip(records, made):
-        if new is not old:
-            write_json(record_path(new.spec, runs), new.to_dict())
+        if new is not old: write_json(record_path(new.spec, runs), new.to_dict())
     return made
 
 # %% ../../nbs/audits/runs.ipynb #fef38cb7

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from .bounds import finding_from_guesses
 from .canaries import log_likelihood_ratio, worst_norm
 from ..training.datasets import Dataset, load_dataset
-from ..training.spec import RunSpec
+from ..training.spec import RunSpec, require_known
 from ..training.evaluation import evaluate
 from ..training.run import Run, build_network, check_ledger, pinned_kernels
 
@@ -29,8 +29,7 @@ def _with_canaries(
 )->tuple[Dataset,Tensor]: # The data with canaries, and their positions (canaries,)
     "Give some training images a wrong label; blank ones lose their image too."
     count = len(data.train_labels)
-    if kind not in ("mislabelled", "blank"): raise ValueError("kind must be one of mislabelled, "
-        f"blank, got kind={kind!r}")
+    require_known("kind", kind, ("mislabelled", "blank"))
     if not 2 <= canaries <= count: raise ValueError(f"canaries must be from 2 to the {count} "
         f"training images, got canaries={canaries}")
     positions = torch.randperm(count, generator=generator)[:canaries]
@@ -207,8 +206,7 @@ def attack_training(
     data:Dataset|None=None, # Its data; loaded where None
 )->Attacked:
     "Train `spec` once with canaries, and score each of them (NHTJ23, SNJ23)."
-    if kind not in KINDS: raise ValueError(f"kind must be one of {', '.join(KINDS)}, got "
-        f"kind={kind!r}")
+    require_known("kind", kind, KINDS)
     if spec.method.trainer() or getattr(spec.method, "adapt_to", None):
         raise ValueError("spec must be of a run with scheduled noise on gradients alone, got "
             f"method={spec.method.name!r}")

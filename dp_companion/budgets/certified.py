@@ -51,7 +51,10 @@ class Certified:
 def _by_rdp(events, delta, neighbouring_relation):
     "Epsilon by RDP (paper sad, Lemma 1)."
     _relation(neighbouring_relation, "rdp")
-    found = rdp_to_epsilon(rdp_of_events(events), delta=delta)
+    return _rdp_bound(rdp_to_epsilon(rdp_of_events(events), delta=delta))
+
+def _rdp_bound(found):
+    "RDP's certificate; a note says where its best order is at the edge."
     note = (f"The best order, {found.order:g}, is at the edge of the orders; a wider "
             "range may give less." if found.at_boundary else "")
     return Certified(found.epsilon, "rdp", note)
@@ -124,10 +127,13 @@ def pld_epsilon(
     if not SMALLEST_DELTA <= delta < 1:
         raise ValueError(f"delta must be in [{SMALLEST_DELTA:g}, 1) for accountant=pld, got "
                          f"delta={delta}")
+    few = composable(events)
+    return _epsilon_at(lambda: _composed(few, interval, neighbouring_relation), delta)
+
+def _epsilon_at(composed, delta):
+    "Epsilon of the distribution that `composed` makes; `inf` where the arithmetic fails."
     try:
-        with np.errstate(all="ignore"):
-            found = _composed(composable(events), interval,
-                              neighbouring_relation).get_epsilon_for_delta(delta - _ROUNDING)
+        with np.errstate(all="ignore"): found = composed().get_epsilon_for_delta(delta - _ROUNDING)
     except (OverflowError, FloatingPointError, ValueError, MemoryError): return math.inf
     return math.inf if math.isnan(found) else float(found)
 
@@ -188,12 +194,16 @@ def certify(
     "Upper bounds on epsilon for a run, by each accountant."
     events = _checked(events)
     _real("delta", delta, below=1)
-    if isinstance(accountants, str) or not accountants:
-        raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
-    for name in accountants:
-        _relation(neighbouring_relation, _word("accountants", name, tuple(_RELATIONS)))
     return {name: {"rdp": _by_rdp, "pld": _by_pld}[name](events, delta, neighbouring_relation)
-            for name in accountants}
+            for name in _accountants(accountants, neighbouring_relation)}
+
+def _accountants(names, neighbouring_relation):
+    "The names, if each can certify the relation."
+    if isinstance(names, str) or not names:
+        raise ValueError(f"accountants must be a tuple of names, got accountants={names!r}")
+    for name in names:
+        _relation(neighbouring_relation, _word("accountants", name, tuple(_RELATIONS)))
+    return names
 
 # %% ../../nbs/budgets/certified.ipynb #2e66365b
 def _plain(value):
@@ -462,6 +472,7 @@ def calibrate(
     return calibrate_events(schedule if of_any else events_of, target, accountant=accountant,
                             neighbouring_relation=neighbouring_relation)
 
+# %% ../../nbs/budgets/certified.ipynb #3e63b829
 def _target(target, epsilon, delta):
     "The target as one value."
     from dp_companion.budgets.risk import Target

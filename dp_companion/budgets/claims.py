@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
 from .certified import certify
 from .decayed import calibrate_claimed
 from .events import MechanismEvent, gaussian_events
 from .rdp import rdp_of_events, rdp_to_epsilon
+from .sampling import _gaussian_epsilon
 from .schedules import PoissonPlan, StepDecay
 from ..published import load_text, printed_decimals
 
@@ -131,10 +131,7 @@ def _row_epsilon(claim, distance):
 # %% ../../nbs/budgets/claims.ipynb #e26f210a
 def _exact_row_epsilon(claim, distance):
     "Exact epsilon of a claim's released rows, which are one Gaussian (Balle and Wang 2018)."
-    mu = distance*math.sqrt(claim.epochs)/claim.noise_multiplier
-    def excess(e): return (ndtr(mu/2 - e/mu) - math.exp(e + log_ndtr(-mu/2 - e/mu))
-                           - PAPER_DELTA)
-    return brentq(excess, 0, 50 + 2*mu**2)
+    return _gaussian_epsilon(distance*math.sqrt(claim.epochs)/claim.noise_multiplier, PAPER_DELTA)
 
 # %% ../../nbs/budgets/claims.ipynb #46dddbf3
 def _v2_verdict():

@@ -23,20 +23,13 @@ class MechanismEvent:
 
     def __post_init__(self):
         _real("noise_multiplier", self.noise_multiplier)
-        if self.sample_rate != 1: _sample_rate(self.sample_rate)
+        _real("sample_rate", self.sample_rate, below=1, closed=True)
         plain = {"noise_multiplier": float(self.noise_multiplier),
                  "sample_rate": float(self.sample_rate), "steps": _whole("steps", self.steps, 0)}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
         if not (isinstance(self.query, str) and self.query):
             raise ValueError(f"query must be a name, got query={self.query!r}")
-
-# %% ../../nbs/budgets/events.ipynb #a171746a
-def _sample_rate(sample_rate):
-    try:
-        _real("sample_rate", sample_rate, below=1)
-    except ValueError:
-        raise ValueError(f"sample_rate must be in (0, 1], got sample_rate={sample_rate}") from None
 
 # %% ../../nbs/budgets/events.ipynb #b29fb2ba
 def gaussian_events(

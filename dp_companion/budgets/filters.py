@@ -14,8 +14,8 @@ import numpy as np
 from fastcore.basics import patch
 
 from .events import MechanismEvent, gaussian_events
-from .rdp import (ORDERS, calibrate_noise_multiplier, rdp_of_events,
-                                      rdp_sampled_gaussian, rdp_to_epsilon)
+from .rdp import (
+    calibrate_noise_multiplier, rdp_of_events, rdp_sampled_gaussian, rdp_to_epsilon)
 from .schedules import Constant, PoissonPlan, _real
 
 # %% ../../nbs/budgets/filters.ipynb #ba17bd67

@@ -79,5 +79,6 @@ def best_schedule(
     noise, bounds = seen[best][1]
     return Optimum(noise=noise, bounds=bounds, score=seen[best][0], tried=len(seen))
 
+# %% ../../nbs/budgets/optimise.ipynb #b9b9ea42
 def _moved(parameters, k, by): return (*parameters[:k], round(parameters[k] + by, 9),
     *parameters[k + 1:])

@@ -65,35 +65,6 @@ def gaussian_std(
         low, high = (low, middle) if meets(middle) else (middle, high)
     return high*_real("sensitivity", sensitivity)
 
-# %% ../../nbs/budgets/outputs.ipynb #c6e34ee8
-def _prediction_sensitivity(
-    queries:int, # k, vectors of class probabilities released together; >= 1
-    *,
-    norm:int, # 1 for Laplace, 2 for Gaussian
-)->float:
-    "Sensitivity of k vectors of probabilities to one training record."
-    if norm not in (1, 2): raise ValueError(f"norm must be 1 or 2, got norm={norm}")
-    k = _whole("queries", queries)
-    return 2.0*k if norm == 1 else math.sqrt(2*k)
-
-# %% ../../nbs/budgets/outputs.ipynb #71c1f196
-def _right_label_laplace(
-    margin:float, # g >= 0, difference of the two classes' probabilities
-    *,
-    scale:float, # b
-)->float:
-    "Probability that the larger of two entries stays the larger under Laplace noise, exact."
-    x = margin/_real("scale", scale)
-    return 1 - math.exp(-x)*(1 + x/2)/2
-
-def _right_label_gaussian(
-    margin:float, # g >= 0
-    *,
-    std:float, # sigma
-)->float:
-    "Probability that the larger of two entries stays the larger under Gaussian noise, exact."
-    return float(special.ndtr(margin/(_real("std", std)*math.sqrt(2))))
-
 # %% ../../nbs/budgets/outputs.ipynb #161fff8b
 @dataclass(frozen=True, kw_only=True)
 class _ReleaseError:

@@ -303,6 +303,7 @@ def trade_off(
 # %% ../../nbs/budgets/risk.ipynb #1704c208
 FALSE_POSITIVE_RATES = (1e-3, 1e-2, 1e-1) # at which a report gives the true-positive rate
 
+# %% ../../nbs/budgets/risk.ipynb #8460b1bf
 @dataclass(frozen=True, kw_only=True)
 class Risk:
     "How well any attack can do against a run: upper bounds for the attacker."

@@ -18,6 +18,8 @@ from .certified import (_ROUNDING, SMALLEST_DELTA, _checked, _repeated,
                                             certify, composable, grid_interval)
 from .events import MechanismEvent
 from .rdp import rdp_of_events, rdp_to_epsilon
+from .released_rows import _gaussian_profile
+from .risk import _normal_cells, _output
 from .schedules import _real, _word
 
 # %% ../../nbs/budgets/sampling.ipynb #2d56a1aa
@@ -38,15 +40,10 @@ class KnownEpsilon:
     neighbouring_relation: str # What an attacker tells apart
 
 # %% ../../nbs/budgets/sampling.ipynb #763104ad
-def _gaussian_delta(epsilon, mu):
-    "Exact delta of one Gaussian at distance mu (Balle and Wang 2018)."
-    return np.maximum(ndtr(mu/2 - epsilon/mu)
-                      - np.exp(epsilon + log_ndtr(-mu/2 - epsilon/mu)), 0)
-
 def _gaussian_epsilon(mu, delta):
     "Exact epsilon of one Gaussian at distance mu."
-    if _gaussian_delta(0, mu) <= delta: return 0.
-    return brentq(lambda e: _gaussian_delta(e, mu)/delta - 1, 0, mu*mu/2 + 40*mu)
+    if _gaussian_profile(0, mu) <= delta: return 0.
+    return brentq(lambda e: _gaussian_profile(e, mu)/delta - 1, 0, mu*mu/2 + 40*mu)
 
 def _epochs(event, whole):
     "Number of epochs of an event; `whole` rounds a started epoch up or down."
@@ -79,27 +76,6 @@ def _total(parts, interval, delta, pessimistic=True):
         found = total.get_epsilon_for_delta(delta - margin)
     return math.inf if math.isnan(found) else float(found)
 
-# %% ../../nbs/budgets/sampling.ipynb #630560fa
-def _between(x):
-    "Probability of a standard normal between neighbours of x, without cancellation."
-    return np.where(x[:-1] > 0, ndtr(-x[:-1]) - ndtr(-x[1:]), ndtr(x[1:]) - ndtr(x[:-1]))
-
-def _log_ratio(loss, q):
-    "log((e^loss - 1 + q)/q) for loss > log(1 - q), without overflow."
-    with np.errstate(divide="ignore"):
-        return loss + np.log1p(np.maximum(-(1 - q)*np.exp(-loss), -1)) - math.log(q)
-
-def _outputs(loss, sigma, q, replaced):
-    "Outputs at which one step has these losses (@eq-output)."
-    if not replaced: return .5 + sigma**2*_log_ratio(np.maximum(loss, -700), q)
-    if q == 1: return sigma**2*loss/2
-    half, scale = np.abs(loss)/2, (1 - q)/q
-    far = half + math.log(scale) + 1/(2*sigma**2) # log of twice the argument of asinh
-    with np.errstate(over="ignore"):
-        near = np.arcsinh(scale*np.sinh(np.minimum(half, 300))*math.exp(
-            min(1/(2*sigma**2), 300)))
-    return sigma**2*np.sign(loss)*(half + np.where(far > 100, far, near))
-
 # %% ../../nbs/budgets/sampling.ipynb #7bcebc16
 def _furthest(sigma, q, replaced):
     "Loss at 9.5 standard deviations beyond the record."
@@ -114,8 +90,8 @@ def _rounded_down(event, interval, replaced):
     reach = _furthest(sigma, q, replaced)
     low = -reach if replaced or q == 1 else max(-reach, math.log1p(-q))
     first, last = math.floor(low/interval), math.ceil(reach/interval)
-    x = _outputs(interval*np.arange(first, last + 1), sigma, q, replaced)
-    return first, q*_between((x - 1)/sigma) + (1 - q)*_between(x/sigma)
+    x = _output(interval*np.arange(first, last + 1), sigma, q, replaced)
+    return first, q*_normal_cells(x, 1, sigma) + (1 - q)*_normal_cells(x, 0, sigma)
 
 def _sum_of_losses(parts, interval):
     "Losses of all steps together, by one Fourier transform: first cell, and masses."
@@ -156,7 +132,7 @@ def _fixed_size_profile(event, interval):
     q, mu = event.sample_rate, 2/event.noise_multiplier
     top = math.log1p(q*math.expm1(min(mu*mu/2 + 8.5*mu, 600)))
     epsilon = interval*np.arange(math.ceil(top/interval) + 1)
-    right = q*_gaussian_delta(np.log1p(np.expm1(epsilon)/q), mu)
+    right = q*_gaussian_profile(np.log1p(np.expm1(epsilon)/q), mu)
     left = -np.expm1(-epsilon) + np.exp(-epsilon)*right
     return np.concatenate([left[:0:-1], right])
 
@@ -182,7 +158,7 @@ def _mean_ratio(sigma, batches):
     h = span/_SIZE
     n = math.ceil(top/h)
     with np.errstate(divide="ignore"): x = sigma*np.log(h*np.arange(n + 1)) + 1/(2*sigma)
-    mass, weighted = _between(x), _between(x - 1/sigma)
+    mass, weighted = _normal_cells(x, 0, 1), _normal_cells(x, 1/sigma, 1)
     upward = np.clip(weighted/h - np.arange(n)*mass, 0, mass)
     one = np.zeros(_SIZE)
     one[:n] = mass - upward

@@ -21,11 +21,14 @@ LARGEST = 1e30
 def _real(
     name:str, # What the caller calls it
     value:float, # A finite number > 0
-    below:float=math.inf, # Exclusive upper bound
+    below:float=math.inf, # Upper bound
+    closed:bool=False, # Whether the bound itself is legal
 )->float:
-    "Return `value` when it is a finite number in (0, `below`)."
-    legal = isinstance(value, Real) and not isinstance(value, bool) and 0 < value < below
-    condition = "finite and > 0" if below == math.inf else f"in (0, {below:g})"
+    "Return `value` when it is a finite number in (0, `below`), or in (0, `below`]."
+    legal = isinstance(value, Real) and not isinstance(value, bool) and 0 < value
+    legal = legal and (value < below or closed and value == below)
+    end = "]" if closed else ")"
+    condition = "finite and > 0" if below == math.inf else f"in (0, {below:g}{end}"
     if not legal:
         raise ValueError(f"{name} must be {condition}, got "
                          f"{name}={value if isinstance(value, Real) else repr(value)}")

@@ -6,7 +6,6 @@
 __all__ = ['exact_stage_lengths', 'Stages', 'RenyiClaim', 'sad_claim', 'sad_methods']
 
 # %% ../../nbs/budgets/stages.ipynb #4a3f68d3
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,12 +29,7 @@ def exact_stage_lengths(
 )->np.ndarray: # (stages,) not whole; sums to `length`
     "Stage lengths before rounding (paper sad, Algorithm 1)."
     n = _whole("stages", stages)
-    if length_ratio != 1:
-        try:
-            _real("length_ratio", length_ratio, below=1)
-        except ValueError:
-            raise ValueError("length_ratio must be in (0, 1], got "
-                             f"length_ratio={length_ratio}") from None
+    _real("length_ratio", length_ratio, below=1, closed=True)
     weights = float(length_ratio)**np.arange(n - 1, -1, -1)
     return _real("length", length)*weights/weights.sum()
 
@@ -136,18 +130,6 @@ def sad_claim(
                              composed >= steps)
     return RenyiClaim(epsilon=found.epsilon, order=found.order, preconditions=(condition,))
 
-# %% ../../nbs/budgets/stages.ipynb #c35004cb
-def _printed_moments(
-    lengths:Iterable[float], # (stages,) s_i
-    values:Iterable[float], # (stages,) sigma_i
-    *,
-    divisor:float, # n
-)->tuple[float,float]: # mu and var
-    "Mean and variance of the multipliers, as printed (paper sad, Section V-A)."
-    s, sigma = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
-    mu = (s*sigma).sum()/_real("divisor", divisor)
-    return float(mu), float((s*(sigma - mu)**2).sum())
-
 # %% ../../nbs/budgets/stages.ipynb #765ec002
 @dataclass(frozen=True, kw_only=True)
 class _ScheduleShape:
@@ -168,22 +150,6 @@ def _schedule_shape(
     first = int(np.argmin(rise == 0)) or len(sigma)
     return _ScheduleShape(mean=float(sigma[0] + rise.mean()), variance=float(rise.var()),
                           initial=float(sigma[0]), first_length=first)
-
-# %% ../../nbs/budgets/stages.ipynb #b44d110e
-def _sweep(
-    plan:PoissonPlan, # How many steps, at which sample rate
-    *,
-    target_epsilon:float, # epsilon (nats); > 0
-    delta:float, # Target delta, in (0, 1)
-    **grids, # value_ratio, stages, length_ratio: one of them a list, the others numbers
-)->list[tuple[float,_ScheduleShape]]: # The parameter, and the calibrated schedule's shape
-    "Calibrated stage schedules along one parameter (paper sad, Figures 3 to 5)."
-    name, = (key for key, value in grids.items() if np.iterable(value))
-    def at(value):
-        schedule = Stages.of_plan(plan, initial=1.0, **grids | {name: value})
-        return _schedule_shape(calibrated(schedule, plan, target_epsilon=target_epsilon,
-                                         delta=delta), plan)
-    return [(value, at(value)) for value in grids[name]]
 
 # %% ../../nbs/budgets/stages.ipynb #71f52d13
 def sad_methods(

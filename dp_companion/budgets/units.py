@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 from scipy import special, stats
 
-from .certified import (_ROUNDING, SMALLEST_DELTA, Certified, composable,
-                                            _instead, _loss_width, _relation, _repeated)
+from dp_companion.budgets.certified import (
+    SMALLEST_DELTA, Certified, _accountants, _epsilon_at, _instead, _loss_width, _rdp_bound,
+    _repeated, composable)
 from .events import MechanismEvent
 from .rdp import (ORDERS, _checked, merge_events, rdp_sampled_gaussian,
                                       rdp_to_epsilon)
-from .schedules import _real, _whole, _word
+from .schedules import _real, _whole
 
 # %% ../../nbs/budgets/units.ipynb #2c829824
 def _nonprivate_unit_sizes(
@@ -133,10 +134,7 @@ def _group_by_rdp(events, images, delta):
     "Epsilon of a unit by RDP."
     total = sum((e.steps*_rdp_unit(e.noise_multiplier, e.sample_rate, images=images)
                  for e in merge_events(events)), np.zeros(len(_UNIT_ORDERS)))
-    found = rdp_to_epsilon(total, _UNIT_ORDERS, delta=delta)
-    note = (f"The best order, {found.order:g}, is at the edge of the orders; a wider "
-            "range may give less." if found.at_boundary else "")
-    return Certified(found.epsilon, "rdp", note)
+    return _rdp_bound(rdp_to_epsilon(total, _UNIT_ORDERS, delta=delta))
 
 # %% ../../nbs/budgets/units.ipynb #72a56017
 def _group_on_grid(events, images, delta, scale):
@@ -144,12 +142,7 @@ def _group_on_grid(events, images, delta, scale):
     wide = [replace(e, noise_multiplier=e.noise_multiplier/images)
             for e in clipped_per_unit(events, images=images)]
     interval = max(2e-5*scale, sum(map(_loss_width, wide))/50_000)
-    try:
-        with np.errstate(all="ignore"):
-            total = _composed_units(events, images, interval)
-            return float(total.get_epsilon_for_delta(delta - _ROUNDING)), interval
-    except (OverflowError, FloatingPointError, ValueError, MemoryError):
-        return math.inf, interval
+    return _epsilon_at(lambda: _composed_units(events, images, interval), delta), interval
 
 def _group_by_pld(events, images, delta):
     "Epsilon of a unit by PLD, or by RDP where that is the one to report."
@@ -176,12 +169,8 @@ def certify_group(
     events = tuple(events)
     _whole("images", images)
     _real("delta", delta, below=1)
-    if isinstance(accountants, str) or not accountants:
-        raise ValueError(f"accountants must be a tuple of names, got accountants={accountants!r}")
-    for name in accountants:
-        _relation("add_or_remove_one", _word("accountants", name, ("rdp", "pld")))
     return {name: {"rdp": _group_by_rdp, "pld": _group_by_pld}[name](events, images, delta)
-            for name in accountants}
+            for name in _accountants(accountants, "add_or_remove_one")}
 
 # %% ../../nbs/budgets/units.ipynb #28378564
 def _group_privacy(

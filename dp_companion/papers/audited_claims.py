@@ -23,10 +23,10 @@ from ..budgets.schedules import Constant, PoissonPlan
 from ..budgets.stages import Stages, calibrated, sad_claim
 from ..budgets.several import person_report
 from ..budgets.units import clipped_per_unit
-from ..training.spec import run_spec
+from ..training.spec import require_known, run_spec
 from .sanitization.grid import (
     claim_of, layer_profile, printed_values, real_values)
-from .tables import RISK, epsilon_text, risk_texts
+from .tables import epsilon_text
 
 # %% ../../nbs/papers/audited_claims.ipynb #2ee33042
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,7 @@ def _sad(unit)->Headline:
         target=_SAD_TARGET, unit=unit, budget=budget, attack=_audited(lambda: events, _SAD_DELTA,
         40_000, images=images))
 
+# %% ../../nbs/papers/audited_claims.ipynb #1aa8a8ee
 def _sad_per_lesion()->Headline:
     "SAD-DPSGD with noise calibrated for lesions, their images clipped together."
     shape = Stages.of_plan(_SAD_PLAN, initial=1., value_ratio=.8)
@@ -152,8 +153,7 @@ def audit_headlines(
     seed:int=0, # Of the attacks' draws
 )->list: # (Headline, BudgetReport with all three epsilons) each
     "Attack a paper's headline settings, as printed and with certified noise."
-    if paper not in HEADLINES:
-        raise ValueError(f"paper must be one of {', '.join(HEADLINES)}, got paper={paper!r}")
+    require_known("paper", paper, HEADLINES)
     return [(headline, headline.report(seed)) for headline in tqdm(HEADLINES[paper](),
         desc=f"attacks on {paper}")]
 

@@ -7,14 +7,13 @@ __all__ = []
 
 # %% ../../nbs/papers/costs.ipynb #28321974
 import csv
-import io
 import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 import pandas as pd
-from ..files import write_whole
+from ..files import csv_text, write_whole
 from .grids import papers_with_grids, tables_of
 from ..training.datasets import load_dataset
 from ..training.planning import poisson_plan
@@ -39,6 +38,7 @@ def timed_run(
             "wall_seconds": timing["wall_seconds"], "cpu_seconds": timing.get("cpu_seconds", ""),
             "record_bytes": (folder/"record.json").stat().st_size}
 
+# %% ../../nbs/papers/costs.ipynb #238853bf
 def _steps(spec, epochs):
     "Steps of a run that may have stopped early."
     return poisson_plan(replace(spec, epochs=epochs), _data(spec.dataset)).steps
@@ -80,17 +80,6 @@ def _medians(rows):
 
 # %% ../../nbs/papers/costs.ipynb #f3f6c6de
 RUN_SECONDS, TIMINGS = "run_seconds.csv", "timings.csv" # Below results/
-
-def csv_text(
-    rows:list, # Dicts
-    columns:tuple, # Their keys
-)->str: # With a header
-    "Rows as CSV."
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    return text.getvalue()
 
 def read_rows(
     path:Path, # A CSV file, or none there
@@ -160,6 +149,7 @@ def _cost(specs, timings):
             "gpu_hours": sum(s for s, _ in gpu)/3600 if gpu else None,
             "megabytes": sum(b for _, b in size)/1e6 if size else None}
 
+# %% ../../nbs/papers/costs.ipynb #db006064
 def cost_table(
     costs:pd.DataFrame, # From `planned_costs`
 )->str: # A line a table, then one for all

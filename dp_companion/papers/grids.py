@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 import pandas as pd
 from ..training.records import find_record, record_path, write_json
-from ..training.spec import RunSpec, require
+from ..training.spec import RunSpec, require, require_known
 
 # %% ../../nbs/papers/grids.ipynb #c9b21af2
 def papers_with_grids()->list: # Short names
@@ -34,7 +34,7 @@ def table_runs(
 )->list: # RunSpecs, none twice
     "The runs behind a table of a paper, with their calibrated noise."
     known = papers_with_grids()
-    require(paper in known, "paper", f"one of {', '.join(known)}", paper)
+    require_known("paper", paper, known)
     return list(dict.fromkeys(_tables_of(paper).specs(table, profile, runs)))
 
 # %% ../../nbs/papers/grids.ipynb #63d34bd7
@@ -45,7 +45,7 @@ def tables_of(
 )->dict: # Table to RunSpecs; none where the paper has no such profile
     "The runs of a paper's tables as a dry run counts them: none has its noise yet."
     known = papers_with_grids()
-    require(paper in known, "paper", f"one of {', '.join(known)}", paper)
+    require_known("paper", paper, known)
     tables = _tables_of(paper)
     named = f"one of {', '.join(tables.data)}"
     require(not table or table in tables.data, "table", named, table)
@@ -93,6 +93,7 @@ def grid_report(
              "seconds": _seconds(spec, runs)} for spec in specs]
     return pd.DataFrame(rows)
 
+# %% ../../nbs/papers/grids.ipynb #18de970b
 def _seconds(spec, runs):
     "Wall time of a finished run; None where it is not known."
     path = record_path(spec, runs).with_name("timing.json")

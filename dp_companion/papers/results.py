@@ -8,13 +8,12 @@ __all__ = ['keep_records', 'read_records', 'reference_of']
 # %% ../../nbs/papers/results.ipynb #e3a14ad1
 import csv
 import functools
-import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from ..files import write_whole
+from ..files import csv_text, found_above, write_whole
 from ..published import PAPERS, load
-from ..training.records import RunRecord, read_record, write_json
+from ..training.records import RunRecord, least_epsilon, read_record, write_json
 from ..training.spec import RunSpec
 
 # %% ../../nbs/papers/results.ipynb #219a55e7
@@ -56,6 +55,7 @@ def items_of(
     same = same[same["epsilon"].isna() | (same["epsilon"] == spec.target_epsilon)]
     return "; ".join(dict.fromkeys(same["item"]))
 
+# %% ../../nbs/papers/results.ipynb #d39e86b9
 @functools.cache
 def _printed(paper): return load(paper)
 
@@ -64,12 +64,12 @@ def index_row(
 )->dict: # `COLUMNS` to text
     "The row of a record."
     spec, target = record.spec, record.spec.target_epsilon
-    epsilons = [float(c["epsilon"]) for c in record.budget["certified"].values()]
     return {"paper": spec.paper, "items": items_of(spec), "dataset": spec.dataset,
             "method": spec.method.name, "accounting": spec.accounting, "seed": spec.seed,
             "target_epsilon": "none" if target is None else f"{target:.6g}",
             "accuracy": f"{record.final['test_accuracy']:.6f}",
-            "certified_epsilon": f"{min(epsilons):.6g}" if epsilons else "none",
+            "certified_epsilon": f"{least_epsilon(record.budget):.6g}" if record.budget["certified"]
+                else "none",
             "file": result_path(spec, "").as_posix()}
 
 # %% ../../nbs/papers/results.ipynb #267d0b10
@@ -79,15 +79,9 @@ def index_text(
     "The table of records."
     def order(row):
         words = [row[name] for name in ("paper", "dataset", "method", "accounting")]
-        return [*words, _number(row), int(row["seed"]), row["file"]]
-    text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    table.writeheader()
-    table.writerows(sorted(map(index_row, records), key=order))
-    return text.getvalue()
-
-def _number(row):
-    return float("inf" if row["target_epsilon"] == "none" else row["target_epsilon"])
+        target = float(row["target_epsilon"].replace("none", "inf"))
+        return [*words, target, int(row["seed"]), row["file"]]
+    return csv_text(sorted(map(index_row, records), key=order), COLUMNS)
 
 def write_index(
     results:Path, # Folder of reference records
@@ -123,6 +117,7 @@ def read_records(
         return s.paper, s.dataset, s.accounting, s.target_epsilon, s.method.name, s.seed, s.name
     return sorted(map(read_record, paths), key=order)
 
+# %% ../../nbs/papers/results.ipynb #75eaccb2
 def _listed(results, wanted):
     with open(results/"index.csv", encoding="utf-8", newline="") as table:
         rows = list(csv.DictReader(table))
@@ -137,8 +132,7 @@ def reference_of(
     folder:Path=Path("results"), # Of reference records, from the working directory or a parent
 )->list: # RunRecords; none where the folder is not there
     "The committed records of a paper on real data."
-    places = (place/folder for place in (Path.cwd(), *Path.cwd().parents))
-    found = next((place for place in places if (place/"index.csv").is_file()), None)
+    found = found_above(folder/"index.csv")
     asked = {"paper": paper, "dataset": dataset, "method": method}
     wanted = {name: value for name, value in asked.items() if value}
-    return read_records(found, **wanted) if found else []
+    return read_records(found.parent, **wanted) if found else []

@@ -217,6 +217,11 @@ def _by_method(records, target):
         if r.spec.target_epsilon == target: at.setdefault(r.spec.method.name, []).append(r)
     return at
 
+# %% ../../nbs/papers/tables.ipynb #ad210c71
+def runs_at(records, method, target):
+    "The runs of one method at one target."
+    return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method, target)]
+
 # %% ../../nbs/papers/tables.ipynb #91f31be5
 NOT_RUN = "not run: hours of training" # in a cell that a paper printed
 

@@ -13,9 +13,14 @@ from html import escape
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
-from ..figures import PALETTE
-from .tables import epsilon_text, metric_of, short_name
-from ..training.paired import compared, same_seeds
+<<<<<<< /tmp/tmpvv6ie9r3.txt
+from dp_companion.figures import PALETTE
+from dp_companion.papers.tables import epsilon_text, metric_of, short_name
+=======
+from dp_companion.figures import figure, series
+from dp_companion.papers.tables import metric_of, runs_at, short_name
+>>>>>>> /tmp/tmp3e25i3r9.txt
+from dp_companion.training.paired import compared, same_seeds
 
 # %% ../../nbs/papers/verdicts.ipynb #fa2b6ba3
 HOLDS, REFUTED, INCONCLUSIVE = "holds", "refuted", "inconclusive"
@@ -48,6 +53,14 @@ def answer_together(
     answers = list(answers)
     if REFUTED in answers: return REFUTED
     return HOLDS if answers and set(answers) == {HOLDS} else INCONCLUSIVE
+
+def judged(
+    answers:dict, # Claim to (answer, why)
+    where:str, # As the page names the data
+)->list: # Verdicts
+    "A verdict for each claim."
+    return [Verdict(claim=claim, answer=answer, why=why, where=where)
+        for claim, (answer, why) in answers.items()]
 
 # %% ../../nbs/papers/verdicts.ipynb #8d04ea00
 _CALLOUTS = {REFUTED: "important", HOLDS: "tip", INCONCLUSIVE: "note"} # word to colour
@@ -124,11 +137,8 @@ def differences_of(
     metric:str="accuracy", # As for `tables.metric_of`
 )->list: # Differences, pair by pair; those that have a common seed
     "The differences of pairs of methods at each target."
-    def at(method, target):
-        return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method,
-            target)]
     made = [paired_difference(f"{short_name(ours)} − {short_name(theirs)}, ε = {t:g}",
-        at(ours, t), at(theirs, t), lambda r: metric_of(r, metric))
+        *(runs_at(records, m, t) for m in (ours, theirs)), lambda r: metric_of(r, metric))
         for ours, theirs in pairs for t in targets]
     return [d for d in made if d]
 

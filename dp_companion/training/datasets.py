@@ -21,6 +21,7 @@ from .image_folders import cache_root, decoded, read_image_folder
 from dp_companion.training.melt_pools import (
     CROP, MELTING, PORES, SYNTHETIC, read_thinwall, synthetic_frames
 )
+from .spec import require_known
 
 # %% ../../nbs/training/datasets.ipynb #ff25dee5
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,6 @@ def _idx_values(file)->torch.Tensor: # (n, 28, 28) or (n,) bytes
     sizes = np.frombuffer(content, ">i4", content[3], 4)
     return torch.from_numpy(np.frombuffer(content, np.uint8, -1, 4 + 4*content[3]).reshape(sizes))
 
-
 # %% ../../nbs/training/datasets.ipynb #958fe38a
 def _download(kind, root):
     "Both halves of a torchvision data set, or one sentence that says what to put where."
@@ -164,17 +164,14 @@ def _keep_share(of_group, group, share):
     raise ValueError(f"share must be at most the class's own, got share={share}")
 
 # %% ../../nbs/training/datasets.ipynb #1e514c8a
-def _load_unbalanced_mnist(
-    root:Path|None=None, # As for MNIST
-)->Dataset: # MNIST with about 547 images of class 8
-    "MNIST with class 8 thinned to about 1 % (paper `global_adapt_v2`, Section 5)."
-    return _thinned(_load_mnist(root), name="unbalanced_mnist")
-
-def _load_unbalanced_digits(
-    root:Path|None=None, # Not used
-)->Dataset: # The digits with about 13 images of class 8
-    "The digits with class 8 thinned to about 1 %, for the digits profile."
-    return _thinned(load_digits(root), name="unbalanced_digits")
+def _load_unbalanced(
+    root:Path|None=None, # As for the balanced data
+    *,
+    load=load_digits, # Their loader
+    name:str="unbalanced_digits", # Of the thinned data
+)->Dataset: # About 13 images of class 8 in the digits, 547 in MNIST
+    "A data set with class 8 thinned to about 1 % (paper `global_adapt_v2`, Section 5)."
+    return _thinned(load(root), name=name)
 
 def _load_minority_digits(
     root:Path|None=None, # Not used
@@ -191,9 +188,9 @@ def _load_minority_digits(
     )
 
 # %% ../../nbs/training/datasets.ipynb #7d1e0b32
-def _numbers(images, labels, uses=8):
+def _numbers(images, labels):
     "Digits paired at random, each used eight times: images (n, 2, height, width) and numbers."
-    draws = np.random.default_rng(0).permuted(np.tile(np.arange(len(labels)), (uses, 1)), axis=1)
+    draws = np.random.default_rng(0).permuted(np.tile(np.arange(len(labels)), (8, 1)), axis=1)
     tens, units = torch.from_numpy(draws[:, :len(labels)//2*2].reshape(-1, 2)).T
     return torch.cat([images[tens], images[units]], 1), 10*labels[tens] + labels[units]
 
@@ -408,11 +405,11 @@ def _load_vectors(
 # A data set name in a `RunSpec` to its loader
 DATASETS = {
     "digits": load_digits,
-    "unbalanced_digits": _load_unbalanced_digits,
+    "unbalanced_digits": _load_unbalanced,
     "minority_digits": _load_minority_digits,
     "two_digits": _load_two_digits,
     "mnist": _load_mnist,
-    "unbalanced_mnist": _load_unbalanced_mnist,
+    "unbalanced_mnist": partial(_load_unbalanced, load=_load_mnist, name="unbalanced_mnist"),
     "cifar10": partial(_load_cifar, classes=10),
     "cifar100": partial(_load_cifar, classes=100),
     "thinwall": _load_thinwall,
@@ -467,7 +464,7 @@ def where(
     name:str, # A key of `DATASETS`
 )->str: # One sentence
     "Where the named data set is, or where to put it."
-    _check_name(name)
+    require_known("dataset", name, sorted(DATASETS))
     if "digits" in name: return "bundled with scikit-learn"
     if "synthetic" in name: return "drawn from a formula on each use; SYNTHETIC, no measurement"
     for place in _PLACES[name]:
@@ -475,10 +472,6 @@ def where(
         if not path.exists(): continue
         return f"at hand in {path.parent if path.name.endswith('ubyte') else path}"
     return f"not at hand: {_TO_GET[name].format(root=data_root())}"
-
-def _check_name(name):
-    if name in DATASETS: return
-    raise ValueError(f"dataset must be one of {', '.join(sorted(DATASETS))}, got dataset={name!r}")
 
 # %% ../../nbs/training/datasets.ipynb #4a7f4edc
 def _turn():
@@ -496,5 +489,5 @@ def load_dataset(
     root:Path|None=None, # Folder of data sets; `data_root()` where None
 )->Dataset: # The data set in memory
     "The named data set."
-    _check_name(name)
+    require_known("dataset", name, sorted(DATASETS))
     with _turn() if name in _PLACES else nullcontext(): return DATASETS[name](root)

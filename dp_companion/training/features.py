@@ -25,7 +25,7 @@ from tqdm import tqdm
 from .datasets import (
     DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD, RGB_MEAN, RGB_STD, Dataset, load_dataset)
 from .records import write_json
-from .spec import digest, require
+from .spec import digest, require, require_known
 
 # %% ../../nbs/training/features.ipynb #a1c29430
 _CONSTANTS = {"digits": (DIGITS_MEAN/16, DIGITS_STD/16), "mnist": (MNIST_MEAN, MNIST_STD)}
@@ -227,7 +227,7 @@ def load_features(
     runs:Path=Path("runs"), # Folder of runs; features are kept below it
 )->Features:
     "The features of a data set: found, or computed now with a progress bar."
-    require(extractor in EXTRACTORS, "extractor", f"one of {', '.join(EXTRACTORS)}", extractor)
+    require_known("extractor", extractor, EXTRACTORS)
     chosen = EXTRACTORS[extractor]
     data = load_dataset(dataset) if isinstance(dataset, str) else dataset
     name = digest({"images": _image_digest(data), "extractor": chosen.identity()})[:16]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from ..budgets.units import keep_at_most
+from .spec import require_known
 
 # %% ../../nbs/training/ham10000.ipynb #7b719c65
 _FOLDERS = ("HAM10000_images", "HAM10000_images_part_1", "HAM10000_images_part_2")
@@ -192,8 +193,7 @@ def held_out(
 )->np.ndarray: # (n,) True where an image is in the test set
     "Which images are held out: a fifth of the lesions, or of the images, stratified by class."
     from sklearn.model_selection import train_test_split
-    if by not in ("lesion", "image"):
-        raise ValueError(f"by must be one of 'image', 'lesion', got by={by!r}")
+    require_known("by", by, ("image", "lesion"))
     drawn = units if by == "lesion" else np.arange(len(labels))
     names, first = np.unique(drawn, return_index=True)
     classes = labels[first]

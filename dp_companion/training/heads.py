@@ -27,7 +27,7 @@ from ..budgets.schedules import Constant, PoissonPlan, Schedule
 from .features import Features
 from .multipliers import first_multiplier
 from .planning import _UNITS, cached
-from .records import provenance, write_json
+from .records import least_epsilon, provenance, write_json
 from .run import stream_seed
 from .spec import as_named, digest, require, require_count, require_positive
 
@@ -283,8 +283,7 @@ class HeadRecord:
         return np.array([self.seeds[s]["accuracy"] for s in sorted(self.seeds, key=int)])
     @property
     def epsilon(self)->float: # The tightest certified one; inf without privacy
-        found = [float(c["epsilon"]) for c in self.budget["certified"].values()]
-        return min(found, default=float("inf"))
+        return least_epsilon(self.budget)
 
 # %% ../../nbs/training/heads.ipynb #d966b443
 def write_head(path:Path, record:HeadRecord):
@@ -329,6 +328,8 @@ def head_record(
     return record
 
 # %% ../../nbs/training/heads.ipynb #c2cfde6c
+_BEYOND = 4 # How many rates may be tried beyond the first ones
+
 def tuned(
     spec:HeadSpec, # The setting
     rates:tuple, # Learning rates to try first, at equal ratios
@@ -337,7 +338,6 @@ def tuned(
     seeds=(1000, 1001), # Of the tries
     share:float=.1, # Of the training records, held out
     threads:int=1, # Seeds at once
-    beyond:int=4, # How many rates may be tried beyond the first ones
 )->tuple[HeadSpec, dict]: # With the best rate; and rate, as text, to mean validation accuracy
     "The setting with the learning rate that does best on held-out training records."
     held_out = int(share*len(features.train_labels))
@@ -346,7 +346,7 @@ def tuned(
         results = train_heads(tried, seeds, features, threads).values()
         return float(np.mean([r["accuracy"] for r in results]))
     found = {rate: accuracy(rate) for rate in rates}
-    while (new := _next_rate(found, rates)) and len(found) < len(rates) + beyond:
+    while (new := _next_rate(found, rates)) and len(found) < len(rates) + _BEYOND:
         found[new] = accuracy(new)
     best = max(sorted(found), key=found.get)
     return replace(spec, learning_rate=best), {f"{r:g}": round(found[r], 6) for r in sorted(found)}

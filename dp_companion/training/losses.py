@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 from .imbalance import SAD_WEIGHTS
+from .spec import require_known
 
 # %% ../../nbs/training/losses.ipynb #93b817b7
 def focal_loss(
@@ -79,8 +80,7 @@ def build_loss(
     **constants, # Of that loss: alpha and gamma for "focal"
 ): # (logits, targets, reduction="mean") -> loss, as `PrivateStep` takes it
     "The named loss with its constants bound."
-    if name not in _LOSSES:
-        raise ValueError(f"loss must be one of {', '.join(sorted(_LOSSES))}, got loss={name!r}")
+    require_known("loss", name, sorted(_LOSSES))
     known = set(inspect.signature(_LOSSES[name]).parameters) & {"alpha", "gamma"}
     for constant, value in constants.items():
         if constant in known: continue

@@ -14,6 +14,7 @@ from functools import partial
 from ..algorithms.sanitization import CNN_FILTERS, sanitization_cnn
 from ..budgets.schedules import _whole
 from .datasets import data_root
+from .spec import require_known
 
 # %% ../../nbs/training/models.ipynb #649a066c
 def _check_shape(image_size, channels, classes, least=8):
@@ -41,11 +42,7 @@ def _mnist_cnn(
     )
 
 # %% ../../nbs/training/models.ipynb #98f38602
-def _unbalanced_mnist_cnn(
-    image_size:int=28, # Side of the square image in pixels: 28 as printed, from 8 up
-    channels:int=1, # Channels of the image
-    classes:int=10, # Number of classes
-)->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+def _unbalanced_mnist_cnn(image_size:int=28, channels:int=1, classes:int=10)->nn.Sequential:
     "The unbalanced-MNIST network of paper `global_adapt_v2` (Section 5)."
     _check_shape(image_size, channels, classes)
     def block(inputs, outputs):
@@ -105,7 +102,7 @@ def _small_shufflenet(
     image_size:int=200, # Side of the square image in pixels: 200 as printed, from 8 up
     channels:int=1, # Channels of the image
     classes:int=2, # Number of classes
-)->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+)->nn.Sequential:
     "The small ShuffleNet of paper `global_adapt_v2` (Section 5)."
     _check_shape(image_size, channels, classes)
     return nn.Sequential(
@@ -115,11 +112,7 @@ def _small_shufflenet(
     )
 
 # %% ../../nbs/training/models.ipynb #ae0fa91d
-def _cifar_cnn(
-    image_size:int=32, # Side of the square image in pixels, from 8 up
-    channels:int=3, # Channels of the image
-    classes:int=10, # Number of classes
-)->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+def _cifar_cnn(image_size:int=32, channels:int=3, classes:int=10)->nn.Sequential:
     "A small CIFAR network without normalisation."
     _check_shape(image_size, channels, classes)
     def block(inputs, outputs):
@@ -151,11 +144,7 @@ class _ResidualBlock(nn.Module):
         return self.activation(self.block(x) + self.past(x))
 
 # %% ../../nbs/training/models.ipynb #d216668e
-def _small_resnet(
-    image_size:int=64, # Side of the square image in pixels, from 8 up
-    channels:int=3, # Channels of the image
-    classes:int=7, # Number of classes
-)->nn.Sequential: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+def _small_resnet(image_size:int=64, channels:int=3, classes:int=7)->nn.Sequential:
     "A small residual network with group norm: 24, 48 and 96 channels."
     _check_shape(image_size, channels, classes)
     return nn.Sequential(
@@ -202,20 +191,21 @@ def _timm():
     return timm
 
 # %% ../../nbs/training/models.ipynb #fa511594
+def _weights(read, path, put, kind):
+    "The tensors of a file, or one sentence."
+    try: return read(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"pre-trained weights must be at {path}, got no such file; put "
+                                f"{put}, or pass pretrained=False") from None
+    except Exception as error:
+        raise ValueError(f"pre-trained weights must be {kind}, got {path} that cannot be read "
+                         f"({type(error).__name__})") from None
+
 def _read_weights(path):
     "Every tensor of a safetensors file but the old classifier's; such a file holds no code."
     from safetensors.torch import load_file
-    try: weights = load_file(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"pre-trained weights must be at {path}, got no such file; put timm's "
-            f"model.safetensors of {path.stem} there, or pass pretrained=False"
-        ) from None
-    except Exception as error:
-        raise ValueError(
-            f"pre-trained weights must be a safetensors file, got {path} that cannot be read "
-            f"({type(error).__name__})"
-        ) from None
+    put = f"timm's model.safetensors of {path.stem} there"
+    weights = _weights(load_file, path, put, "a safetensors file")
     return {name: tensor for name, tensor in weights.items() if not name.startswith("head.fc.")}
 
 def _load_weights(network, name):
@@ -230,41 +220,23 @@ def _load_weights(network, name):
 
 # %% ../../nbs/training/models.ipynb #0299408d
 def _nf_net(
-    name:str, # nf_net_f0 or nf_net_f1
+    name:str, # nf_net_f0 for CIFAR-10, nf_net_f1 for CIFAR-100
     *,
+    image_size:int=32, # Side of the images in the data set; any, since the network resizes
     channels:int=3, # Channels of the image
     classes:int=10, # Number of classes
     pretrained:bool=True, # As the paper; False starts from random weights
     trainable:str="classifier", # "classifier" or "all"
 )->nn.Sequential: # Maps images (batch, channels, side, side) of any side to logits (batch, classes)
     "An NF-Net through timm, its classifier initialised anew (paper `global_adapt_v2`, Section 5)."
-    if name not in _NF_NETS:
-        raise ValueError(f"name must be one of {', '.join(_NF_NETS)}, got name={name!r}")
-    if trainable not in ("classifier", "all"):
-        raise ValueError(
-            f"trainable must be one of 'all', 'classifier', got trainable={trainable!r}"
-        )
+    require_known("name", name, _NF_NETS)
+    require_known("trainable", trainable, ("all", "classifier"))
     timm_name, *sides = _NF_NETS[name]
     shape = dict(num_classes=classes, in_chans=channels)
     network = _timm().create_model(timm_name, pretrained=False, **shape)
     if pretrained: _load_weights(network, name)
     network.requires_grad_(trainable == "all").head.fc.requires_grad_(True)
     return nn.Sequential(_Resize(*sides), network)
-
-# %% ../../nbs/training/models.ipynb #4f306a55
-def _nf_net_f0(
-    image_size:int=32, # Side of the images in the data set; any, since the network resizes
-    **shape, # channels, classes, pretrained, trainable
-)->nn.Sequential: # As `nf_net`
-    "NF-Net-F0, which paper `global_adapt_v2` fine-tunes on CIFAR-10."
-    return _nf_net("nf_net_f0", **shape)
-
-def _nf_net_f1(
-    image_size:int=32, # Side of the images in the data set; any, since the network resizes
-    **shape, # channels, classes, pretrained, trainable
-)->nn.Sequential: # As `nf_net`
-    "NF-Net-F1, which paper `global_adapt_v2` fine-tunes on CIFAR-100."
-    return _nf_net("nf_net_f1", **shape)
 
 # %% ../../nbs/training/models.ipynb #7f46b7fb
 def _plain_bottleneck():
@@ -279,17 +251,8 @@ def _plain_bottleneck():
 
 def _resnet_weights(path):
     "Torchvision's weights without the classifier and without the running statistics."
-    try: weights = torch.load(path, weights_only=True)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"pre-trained weights must be at {path}, got no such file; put torchvision's "
-            "resnet50-*.pth there under that name, or pass pretrained=False"
-        ) from None
-    except Exception as error:
-        raise ValueError(
-            f"pre-trained weights must be torchvision's of ResNet-50, got {path} that cannot be "
-            f"read ({type(error).__name__})"
-        ) from None
+    weights = _weights(partial(torch.load, weights_only=True), path,
+        "torchvision's resnet50-*.pth there under that name", "torchvision's of ResNet-50")
     left_out = ("fc.", "running_", "num_batches")
     return {n: t for n, t in weights.items() if not any(part in n for part in left_out)}
 
@@ -299,7 +262,7 @@ def _resnet50(
     channels:int=3, # Channels of the image
     classes:int=7, # Number of classes
     pretrained:bool=True, # As paper sad; False starts from random weights
-)->nn.Module: # Maps images (batch, channels, image_size, image_size) to logits (batch, classes)
+)->nn.Module:
     "ResNet-50 with group norm, its classifier initialised anew (paper `sad`)."
     from torchvision.models.resnet import ResNet
     _check_shape(image_size, channels, classes, 32)
@@ -340,7 +303,8 @@ _MODELS = {
     "sanitization_cnn": _plain_sanitization_cnn,
     "half_sanitization_cnn": partial(_plain_sanitization_cnn, filters=HALF_FILTERS),
     "small_sanitization_cnn": partial(_plain_sanitization_cnn, filters=SMALL_FILTERS),
-    "nf_net_f0": _nf_net_f0, "nf_net_f1": _nf_net_f1, "resnet50": _resnet50, "linear": _linear
+    **{name: partial(_nf_net, name) for name in _NF_NETS},
+    "resnet50": _resnet50, "linear": _linear
 }
 
 # %% ../../nbs/training/models.ipynb #f27ea909
@@ -351,8 +315,7 @@ def build_model(
     **shape, # Keyword arguments of that model: image_size, channels, classes
 )->nn.Module: # The network, with initial weights that depend on `seed` alone
     "The named network with seeded initial weights; the global random state is left as it was."
-    if name not in _MODELS:
-        raise ValueError(f"model must be one of {', '.join(sorted(_MODELS))}, got model={name!r}")
+    require_known("model", name, sorted(_MODELS))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _MODELS[name](**shape)

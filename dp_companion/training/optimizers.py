@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler as lrs
 
 from ..budgets.schedules import _whole
+from .spec import require, require_known
 
 # %% ../../nbs/training/optimizers.ipynb #d413cc15
 # Name in a run's description to the class (Table 20)
@@ -28,19 +29,14 @@ def build_optimizer(
     weight_decay:float=0., # Decoupled for "adamw", an L2 term for the others; >= 0
 )->torch.optim.Optimizer: # PyTorch's defaults for all else: "sgd" and "rmsprop" without momentum
     "The named optimizer."
-    _check_name("optimizer", name, OPTIMIZERS)
+    require_known("optimizer", name, sorted(OPTIMIZERS))
     _check_rate(learning_rate)
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay must be finite and >= 0, got weight_decay={weight_decay}")
+    is_legal = 0 <= weight_decay < math.inf
+    require(is_legal, "weight_decay", "finite and >= 0", weight_decay)
     return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay)
 
-def _check_name(what, name, known):
-    if name in known: return
-    raise ValueError(f"{what} must be one of {', '.join(sorted(known))}, got {what}={name!r}")
-
-def _check_rate(learning_rate):
-    if 0 < learning_rate < math.inf: return
-    raise ValueError(f"learning_rate must be finite and > 0, got learning_rate={learning_rate}")
+def _check_rate(rate):
+    require(0 < rate < math.inf, "learning_rate", "finite and > 0", rate)
 
 # %% ../../nbs/training/optimizers.ipynb #8a32a4a5
 ONE_CYCLE_RISE = 25. # PyTorch's default ratio of the peak learning rate to the initial one
@@ -120,7 +116,6 @@ class _PublicPlateau:
         for group in self.optimizer.param_groups: group["lr"] *= self.factor
         self.best_step = self.seen
 
-    def get_last_lr(self)->list: return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self)->dict: return {k: v for k, v in vars(self).items() if k != "optimizer"}
 
@@ -154,7 +149,7 @@ def build_lr_scheduler(
     steps:int, # Optimizer steps of the whole run, >= 1
 ): # Has step(), state_dict(), load_state_dict()
     "The named learning-rate scheduler for a run of `steps`."
-    _check_name("lr_scheduler", name, LR_SCHEDULERS)
+    require_known("lr_scheduler", name, sorted(LR_SCHEDULERS))
     _check_rate(learning_rate)
     _whole("steps", steps)
     return LR_SCHEDULERS[name](optimizer, learning_rate, steps)

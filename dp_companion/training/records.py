@@ -7,6 +7,7 @@ __all__ = ['RunRecord', 'record_path', 'read_record', 'find_record']
 
 # %% ../../nbs/training/records.ipynb #37ba7b5d
 import json
+import math
 import os
 import platform
 import subprocess
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from ..files import write_whole
-from .spec import REVISION, RunSpec, digest, run_spec, spec_from_dict
+from .spec import REVISION, RunSpec, digest, spec_from_dict
 
 # %% ../../nbs/training/records.ipynb #c4b90ae5
 def write_json(
@@ -47,6 +48,13 @@ def record_path(
 )->Path: # Where its record is, or will be
     "`runs`/<name>/record.json."
     return Path(runs)/spec.name/"record.json"
+
+# %% ../../nbs/training/records.ipynb #de0dbbfe
+def least_epsilon(
+    budget:dict, # Of a record
+)->float: # The tightest certified one (nats); inf where nothing is certified
+    "What a written budget certifies."
+    return min((float(c["epsilon"]) for c in budget["certified"].values()), default=math.inf)
 
 # %% ../../nbs/training/records.ipynb #d7e443af
 def read_record(

@@ -163,6 +163,7 @@ def end(
     training.nonprivate_nonfinite_samples += report.nonprivate_not_finite
     return report
 
+# %% ../../nbs/training/run.ipynb #b146c753
 def step(
     training:PoissonTraining, # Whose batch is drawn
     indices:list, # The Poisson batch: positions in the training set, perhaps none

@@ -37,6 +37,10 @@ def require(
     "Raise one sentence unless `ok`."
     if not ok: raise ValueError(f"{name} must be {condition}, got {name}={value!r}")
 
+def require_known(name, value, known):
+    "Raise one sentence unless `value` is one of `known`."
+    require(value in known, name, f"one of {', '.join(known)}", value)
+
 def _is_number(value): return isinstance(value, int | float) and not isinstance(value, bool)
 
 # %% ../../nbs/training/spec.ipynb #77a720d5
@@ -332,7 +336,7 @@ def _method_class(
     "`METHOD` of dp_companion.papers.<paper>.method."
     folder = Path(dp_companion.__file__).parent/"papers"
     known = sorted(path.parent.name for path in folder.glob("*/method.py"))
-    require(paper in known, "paper", f"one of {', '.join(known)}", paper)
+    require_known("paper", paper, known)
     return importlib.import_module(f"dp_companion.papers.{paper}.method").METHOD
 
 def _checked_names(content, kind, what):

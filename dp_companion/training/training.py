@@ -78,6 +78,7 @@ def prepared(
     if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
     return run, report, checkpoint
 
+# %% ../../nbs/training/training.ipynb #12b57b09
 def train_now(
     spec:RunSpec, # The run, locked
     runs:Path, # Folder of runs

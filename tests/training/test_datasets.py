@@ -16,7 +16,7 @@ from torchvision.datasets import CIFAR10
 from torchvision.datasets import utils as tvutils
 from dp_companion.training import datasets
 from dp_companion.training.datasets import (
-    _load_cifar, load_dataset, _load_unbalanced_digits, _thinned, where
+    _load_cifar, load_dataset, _load_unbalanced, _thinned, where
 )
 
 
@@ -153,7 +153,7 @@ def test_thinning_keeps_its_share_on_average(group, share):
 
 
 def test_thinned_digits_are_the_same_on_every_machine():
-    data = _load_unbalanced_digits()
+    data = _load_unbalanced()
     # the draw of seed 0: numpy keeps this stream
     assert len(data.train_labels) == 1307
     assert int((data.train_labels == 8).sum()) == 9

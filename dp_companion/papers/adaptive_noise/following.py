@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from ...algorithms.clipping import ClipRule
 from ...algorithms.gradient_recorder import per_sample_losses
@@ -150,22 +151,21 @@ class FollowingNoise:
             self.multiplier = min(self.multiplier, self.initial*max(self.floor,
                 self.signal/self.first))
 
-# %% ../../../nbs/papers/adaptive_noise/following.ipynb #3a4269ba
+# %% ../../../nbs/papers/adaptive_noise/following.ipynb #a2e91c07
 _KEPT = ("multiplier", "first", "signal", "seen", "has_ended")
 
-def following_state(
-    noise:FollowingNoise, # Between two epochs
-)->dict: # Plain values
+@patch
+def state(self:FollowingNoise)->dict: # Plain values
     "Everything that changes in a run, with the filter's ledger."
-    return {**{name: getattr(noise, name) for name in _KEPT}, "filter": noise.filter.to_dict()}
+    return {name: getattr(self, name) for name in _KEPT} | {"filter": self.filter.to_dict()}
 
-def load_following(
-    noise:FollowingNoise, # As the run began
-    state:dict, # From `following_state`
+@patch
+def load(self:FollowingNoise,
+    state:dict, # From `state`
 ):
-    "Restore a saved state."
-    for name in _KEPT: setattr(noise, name, state[name])
-    noise.filter = RenyiFilter.from_dict(state["filter"])
+    "Restore a saved state, as the run began."
+    for name in _KEPT: setattr(self, name, state[name])
+    self.filter = RenyiFilter.from_dict(state["filter"])
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #7cc282ef
 def following_start(

@@ -9,9 +9,8 @@ __all__ = ['AdaptiveNoiseMethod']
 import math
 from dataclasses import dataclass
 from typing import ClassVar
-from dp_companion.papers.adaptive_noise.following import (
-    BatchClip, BatchStep, FollowingNoise, following_start, following_state, gradient_energy,
-    load_following, released_loss)
+from .following import (
+    BatchClip, BatchStep, FollowingNoise, following_start, gradient_energy, released_loss)
 from ...algorithms.clipping import RULES, CountingRule
 from ...budgets.certified import BudgetReport, Certified
 from ...budgets.filters import RenyiFilter
@@ -58,27 +57,13 @@ class RunNoise(FollowingNoise):
         "Move the multiplier, and return the metrics of the epoch."
         self.end_epoch()
         return {"signal": self.signal, "steps": steps, "filter_reading": self.filter.spent}
-    def state(self)->dict: # Plain values
-        "Everything that changes between epochs."
-        return following_state(self)
-    def load(self,
-        state:dict, # From `state`
-    ):
-        "Restore a saved state."
-        load_following(self, state)
-
-# %% ../../../nbs/papers/adaptive_noise/method.ipynb #e21c58b0
-from fastcore.basics import patch
-
-@patch
-def report(self:RunNoise,
-    spec:RunSpec, # The run, at its end
-)->BudgetReport: # Certified is the filter's target
-    "The budget of the run: the filter's target."
-    note = f"A Rényi filter's target; its reading at the end was {self.filter.spent:.6g}."
-    certified = {"rdp": Certified(spec.target_epsilon, "rdp", note)}
-    events = tuple(self.filter.events)
-    return BudgetReport(certified=certified, delta=spec.delta, privacy_unit="image", events=events)
+    def report(self,
+        spec:RunSpec, # The run, at its end
+    )->BudgetReport: # Certified is the filter's target
+        "The budget of the run: the filter's target."
+        note = f"A Rényi filter's target; its reading at the end was {self.filter.spent:.6g}."
+        return BudgetReport(certified={"rdp": Certified(spec.target_epsilon, "rdp", note)},
+            delta=spec.delta, privacy_unit="image", events=tuple(self.filter.events))
 
 # %% ../../../nbs/papers/adaptive_noise/method.ipynb #975f71fc
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,14 @@ __all__ = []
 # %% ../../../nbs/papers/adaptive_noise/verdicts.ipynb #e714cda8
 import numpy as np
 from .grid import epochs_to
-from ..tables import metric_of
+from ..tables import _accuracy, runs_at
 from ..verdicts import (
-    HOLDS, INCONCLUSIVE, REFUTED, Verdict, above_at_all)
+    HOLDS, INCONCLUSIVE, REFUTED, above_at_all, judged)
 from ...training.paired import counted, same_seeds
 
 # %% ../../../nbs/papers/adaptive_noise/verdicts.ipynb #d0340185
 STANDARD = "DP-SGD" # constant noise
 _EVALUATIONS = 40 # least number of epochs in a run that may judge "15 % fewer epochs"
-
-def _at(records, method, target):
-    return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method, target)]
 
 def epochs_saved(
     ours, # A run with adaptive noise
@@ -56,6 +53,7 @@ def _saves_epochs(
     if len(saved) < 2: return INCONCLUSIVE, why
     return HOLDS if fewer == len(saved) else INCONCLUSIVE if fewer else REFUTED, why
 
+# %% ../../../nbs/papers/adaptive_noise/verdicts.ipynb #264f2c1c
 def judge_adaptive(
     records, # RunRecords of one data set
     methods, # Names of the adaptive methods
@@ -63,15 +61,13 @@ def judge_adaptive(
     where:str, # As the page names the data
 )->list: # Verdicts
     "Verdicts on the paper's two claims."
-    made = []
+    answers = {}
     for m in methods:
-        cells = {t: (_at(records, m, t), _at(records, STANDARD, t)) for t in targets}
-        judges = {f"{m} is more accurate than DP-SGD at every budget":
-                above_at_all(cells, lambda r: metric_of(r, "accuracy")),
+        cells = {t: tuple(runs_at(records, name, t) for name in (m, STANDARD)) for t in targets}
+        answers |= {
+            f"{m} is more accurate than DP-SGD at every budget": above_at_all(cells, _accuracy),
             f"{m} needs fewer epochs than DP-SGD": _saves_epochs(cells)}
-        made += [Verdict(claim=claim, answer=answer, why=why, where=where)
-            for claim, (answer, why) in judges.items()]
-    return made
+    return judged(answers, where)
 
 # %% ../../../nbs/papers/adaptive_noise/verdicts.ipynb #04a28336
 def filter_holds(

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/papers/bounded_adaptive/verdicts.ipynb #9387a65c
-from ..tables import metric_of
-from ..verdicts import Verdict, above_at_all
+from ..tables import metric_of, runs_at
+from ..verdicts import above_at_all, judged
 
 # %% ../../../nbs/papers/bounded_adaptive/verdicts.ipynb #603caa87
 _CLAIMS = {
@@ -25,11 +25,7 @@ def judge_bounded(
     where:str, # As the page names the data
 )->list: # Verdicts
     "Verdicts on the accuracy of the minority group."
-    def at(method, t):
-        return [r for r in records if (r.spec.method.name, r.spec.target_epsilon) == (method, t)]
-    made = []
-    for claim, (above, below) in _CLAIMS.items():
-        cells = {t: (at(above, t), at(below, t)) for t in targets}
-        answer, why = above_at_all(cells, lambda r: metric_of(r, "minority"))
-        made.append(Verdict(claim=claim, answer=answer, why=why, where=where))
-    return made
+    def answer(*methods):
+        cells = {t: tuple(runs_at(records, m, t) for m in methods) for t in targets}
+        return above_at_all(cells, lambda r: metric_of(r, "minority"))
+    return judged({claim: answer(*methods) for claim, methods in _CLAIMS.items()}, where)

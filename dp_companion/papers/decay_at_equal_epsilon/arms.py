@@ -6,21 +6,19 @@
 __all__ = ['SETTINGS', 'NOISES', 'BOUNDS', 'FOLDER', 'Setting', 'Arm', 'arms', 'arm_record', 'run_arms']
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #cbf2e88e
-import csv
-import io
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tqdm import tqdm
-from ...budgets.optimise import Knots, Optimum, best_schedule
+from ...budgets.optimise import Knots
 from ...budgets.schedules import (
     Constant, LinearDecay, Schedule, StepDecay, TimeDecay)
 from ...budgets.stages import Stages
-from ...files import write_whole
+from ...files import csv_text, write_whole
 from ...training.features import Features, load_features
 from ...training.heads import (
     HeadRecord, HeadSpec, calibrated_head, head_record, read_head, tuned)
-from ...training.spec import require
+from ...training.spec import require_known
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #c2f3f827
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +65,6 @@ def _bounds(word, initial, epochs)->Schedule:
     if word == "constant": return Constant(initial=initial)
     return StepDecay(initial=initial, decay_rate=.9, drop_every=epochs//_PHASES, decay_of="value")
 
-# %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #c022e475
-_SEARCH_SEEDS = range(2000, 2005)
-
-def learned_on_digits(
-    runs:Path=Path("runs"), # Folder of runs, for features
-    **search, # step, halvings: as for `best_schedule`
-)->Optimum: # Its noise is calibrated for the digits; its shape is what the arms use
-    "The search that the learned schedules come from."
-    s, arm = SETTINGS["digits"], Arm(setting="digits", epsilon=3.)
-    features, spec = load_features(s.dataset, s.extractor, runs), arm.spec
-    def score(noise, bounds):
-        tried = replace(spec, noise=noise, bounds=bounds.rescaled(s.max_grad_norm))
-        _, found = tuned(tried, arm.rates[1:4], features, seeds=_SEARCH_SEEDS)
-        return max(found.values())
-    return best_schedule(score, spec.plan(s.records), target_epsilon=3., delta=s.delta,
-        noise_knots=2, bound_knots=1, **search)
-
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #c608ae85
 @dataclass(frozen=True, kw_only=True)
 class Arm:
@@ -99,7 +80,7 @@ class Arm:
         for name, known in (("setting", SETTINGS), ("noise", NOISES), ("bound", BOUNDS),
                 ("length", ("short", "long"))):
             value = getattr(self, name)
-            require(value in known, name, f"one of {', '.join(known)}", value)
+            require_known(name, value, known)
     @property
     def file(self)->str: # Below the folder of the comparison
         words = (self.noise.replace(" ", "-"), f"bound-{self.bound}",
@@ -119,6 +100,7 @@ class Arm:
         "Five rates a factor of two apart, from which the choice may move on."
         return _rates(SETTINGS[self.setting], self.momentum)
 
+# %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #e7a87da0
 _STEP_SIZES = (2.5, 5., 10., 20., 40.) # Rate times bound over 1 - momentum
 
 def _rates(setting, momentum)->tuple: # Learning rates
@@ -161,11 +143,7 @@ def arms_index(
     records:list, # HeadRecords
 )->str: # CSV
     "The table of records."
-    text = io.StringIO()
-    table = csv.DictWriter(text, _COLUMNS, lineterminator="\n", extrasaction="ignore")
-    table.writeheader()
-    table.writerows(map(_row, records))
-    return text.getvalue()
+    return csv_text(map(_row, records), _COLUMNS)
 
 def write_arms_index(folder:Path):
     "Write `folder`/index.csv from the records themselves."
@@ -195,6 +173,7 @@ def arm_record(
     return head_record(spec, range(seeds), features, runs, path=path, threads=threads,
         labels={**vars(arm), "tries": tries})
 
+# %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #91948dcb
 def run_arms(
     chosen:list, # Arms of one setting
     *,
@@ -223,7 +202,7 @@ def profile_arms(
 )->dict: # Setting to Arms
     "What a profile trains."
     known = ("digits", "laptop", "paper")
-    require(profile in known, "profile", f"one of {', '.join(known)}", profile)
+    require_known("profile", profile, known)
     few = ("constant", "linear", "step 0.5", "growing")
     if profile == "digits": return {"digits": arms("digits", noises=few, epsilons=(3.,))}
     return {name: [arm for part in _PARTS for arm in arms(name, **part)]

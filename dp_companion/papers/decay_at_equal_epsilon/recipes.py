@@ -16,11 +16,12 @@ from ...budgets.schedules import Constant
 from ...budgets.several import tuned as tuned_report
 from dp_companion.papers.decay_at_equal_epsilon.arms import (
     _SHAPES, SETTINGS, _rates, arm_record)
+from ...files import found_above
 from ..results import read_records
 from ...training.features import load_features
 from ...training.heads import HeadRecord, HeadSpec, read_head
 from ...training.paired import seeds_and_images
-from ...training.spec import require
+from ...training.spec import require, require_known
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #cd006a37
 _SIZES = {"mnist": (8192, 40), "cifar10": (8192, 40), "cifar10_scattering": (8192, 40),
@@ -28,6 +29,7 @@ _SIZES = {"mnist": (8192, 40), "cifar10": (8192, 40), "cifar10_scattering": (819
 CHANGES = ("nothing", "batches of an eighth", "a quarter of the epochs", "no momentum",
     "no averaging", "noise that falls in steps") # What differs from the recipe
 
+# %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #ec0db79b
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     "All ingredients, or one changed."
@@ -36,8 +38,8 @@ class Recipe:
     epsilon:float = 1. # Certified target (nats)
 
     def __post_init__(self):
-        require(self.setting in _SIZES, "setting", f"one of {', '.join(_SIZES)}", self.setting)
-        require(self.change in CHANGES, "change", f"one of {', '.join(CHANGES)}", self.change)
+        require_known("setting", self.setting, _SIZES)
+        require_known("change", self.change, CHANGES)
     @property
     def file(self)->str: # Below the folder of recipes
         return f"{self.setting}/{self.change.replace(' ', '-')}_epsilon-{self.epsilon:g}.json"
@@ -81,8 +83,7 @@ def committed_recipes(
     folder:Path=Path(RECIPES), # Of records, from the working directory or a parent
 )->list: # HeadRecords, by setting, epsilon and change; none where the folder is not there
     "Every committed recipe."
-    places = (place/folder for place in (Path.cwd(), *Path.cwd().parents))
-    found = next((place for place in places if place.is_dir()), None)
+    found = found_above(folder)
     records = [read_head(path) for path in sorted(found.glob("*/*.json"))] if found else []
     def order(record):
         said = record.labels

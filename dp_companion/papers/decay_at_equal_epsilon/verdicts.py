@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #7cef2d85
 from dataclasses import dataclass, replace
-import numpy as np
 from ..tables import made_with
 from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, Difference, Verdict
 from ...training.heads import HeadRecord
@@ -18,6 +17,7 @@ PARTS = ("noise alone", "bound alone", "both")
 _LEVEL = .05 # Of all claims of the page together
 _SMALL = .3 # Points: a difference below it matters to nobody
 
+# %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #d40ccb84
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     "An arm beside the one with constant noise and constant bound."
@@ -150,6 +150,7 @@ def lost_classes(
     lost = [(r, sum(min(s["recalls"]) == 0 for s in r.seeds.values())) for r in records]
     return [(r, count) for r, count in lost if count]
 
+# %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #3011430d
 def at_the_edge(
     records:list, # HeadRecords
 )->list: # Those whose learning rate is the least or the largest that was tried

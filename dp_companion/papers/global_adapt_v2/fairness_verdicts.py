@@ -8,12 +8,12 @@ __all__ = []
 # %% ../../../nbs/papers/global_adapt_v2/fairness_verdicts.ipynb #1c2d1f30
 import numpy as np
 import pandas as pd
-from .verdicts import STEP, Claim
-from ..tables import house_words, metric_of, short_name
+from .verdicts import STEP, Claim, extreme, last_loss
+from ..tables import metric_of, short_name
 from ..results import STANDS_FOR
-from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, answer_of
+from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED
 from ...training.fairness import accuracy_parity
-from ...training.paired import above_one_of, compared, least, listed
+from ...training.paired import above_one_of, compared, listed
 
 # %% ../../../nbs/papers/global_adapt_v2/fairness_verdicts.ipynb #d10a46d5
 GROUPS = {"Unbalanced MNIST": {2: "2", 8: "8"},
@@ -33,6 +33,7 @@ def by_class(
     "The accuracy of each class of a run."
     return dict(enumerate(100*a for a in record.final["test_accuracy_by_class"]))
 
+# %% ../../../nbs/papers/global_adapt_v2/fairness_verdicts.ipynb #b6a713f4
 def nonprivate_by_class(
     pool, # RunRecords with some of method Non-DP
 )->dict: # Class to mean accuracy, %
@@ -97,6 +98,7 @@ def _fairer(
         return _judged_pairs(pairs) if pairs else (INCONCLUSIVE, "not run")
     return judge
 
+# %% ../../../nbs/papers/global_adapt_v2/fairness_verdicts.ipynb #639f02b9
 def _why_unranked(pool):
     free = [r for r in pool if r.spec.method.name == "Non-DP"]
     if not free: return "not run without privacy"
@@ -116,26 +118,7 @@ def _judged_pairs(pairs):
     return REFUTED if larger else HOLDS if smaller == len(pairs) else INCONCLUSIVE, why
 
 # %% ../../../nbs/papers/global_adapt_v2/fairness_verdicts.ipynb #4d7f19e5
-def extreme(
-    value_of, # RunRecords -> (RunRecord -> float)
-    sign:int, # 1 for the least value, -1 for the highest
-    method:str, # Said to have it
-    digits:int, # Of the means, after the point
-):
-    "A judge: is a method's value beyond all others' at ε = 1?"
-    def judge(pool):
-        at, value = _cells(pool).get(1., {}), value_of(pool)
-        cells = {m: at.get(m, []) for m in FAIRNESS_METHODS}
-        said, beyond = least(cells, method, lambda r: sign*value(r))
-        if not said: return INCONCLUSIVE, "not run"
-        mean = {m: np.mean([value(r) for r in rows]) for m, rows in cells.items() if rows}
-        nearest = min((m for m in mean if m != method), key=lambda m: sign*mean[m])
-        why = (", ".join(f"{short_name(m)} {mean[m]:.{digits}f}"
-            for m in (method, *(beyond or [nearest]))))
-        return answer_of(house_words(said)), why
-    return judge
-
-def _loss(pool): return lambda r: r.epochs[-1]["nonprivate_train_loss"]
+def _extreme(*of): return extreme(*of, FAIRNESS_METHODS)
 
 def _auc(pool): return lambda r: metric_of(r, "auc")
 
@@ -149,9 +132,9 @@ FAIRNESS_CLAIMS = (
         _fairer(STEP, FAIRNESS_METHODS[:-1])),
     Claim("DP-SGD has a smaller cost gap than DP-F, Global and Global-Adapt (Section 5.2, on "
         "unbalanced MNIST)", _fairer("DP-SGD", FAIRNESS_METHODS[1:-1], ("Unbalanced MNIST",))),
-    Claim("Step decay has the highest AUC (Tables 7 to 11)", extreme(_auc, -1, STEP, 3)),
-    Claim("Step decay ends at the lowest loss (Figure 7)", extreme(_loss, 1, STEP, 2)),
-    Claim("DP-SGD ends at the highest loss (Figure 7)", extreme(_loss, -1, "DP-SGD", 2)),
-    Claim("Step decay ends at the least accuracy parity (Figure 8)", extreme(_parity, 1, STEP, 1)),
+    Claim("Step decay has the highest AUC (Tables 7 to 11)", _extreme(_auc, -1, STEP, 3)),
+    Claim("Step decay ends at the lowest loss (Figure 7)", _extreme(last_loss, 1, STEP, 2)),
+    Claim("DP-SGD ends at the highest loss (Figure 7)", _extreme(last_loss, -1, "DP-SGD", 2)),
+    Claim("Step decay ends at the least accuracy parity (Figure 8)", _extreme(_parity, 1, STEP, 1)),
     Claim("DP-SGD ends at the highest accuracy parity (Figure 8)",
-    extreme(_parity, -1, "DP-SGD", 1)))
+    _extreme(_parity, -1, "DP-SGD", 1)))

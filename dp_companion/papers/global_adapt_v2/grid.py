@@ -10,7 +10,7 @@ from itertools import product
 from ...published import load
 from ...training.grid import Profile, Tables, named_profile, specs_of, values_of
 from ...training.optimizers import PRINTED_AS
-from ...training.spec import ACCOUNTINGS
+from ...training.spec import ACCOUNTINGS, require_known
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #8b5aeb5e
 def _mnist(**sizes): return Profile(model="mnist_cnn", expected_batch_size=64, **sizes)
@@ -159,8 +159,7 @@ def sweep(
     item:str, # A table of `SWEPT`
 )->dict: # The setting as printed, to values of a RunSpec
     "The values that each row of a table of paper `global_adapt_v2` changes."
-    if item not in SWEPT.values():
-        raise ValueError(f"item must be one of {', '.join(SWEPT.values())}, got item={item!r}")
+    require_known("item", item, SWEPT.values())
     printed = load("global_adapt_v2").query("item == @item and metric == 'accuracy'")["setting"]
     changed = {setting: _changes(profile, *setting.split("=")) for setting in printed}
     return {setting: values for setting, values in changed.items() if values}

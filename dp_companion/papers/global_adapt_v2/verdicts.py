@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from .grid import COMPARED, PROFILES
 from ..tables import (
-    above_all, epsilon_text, house_words, in_words, metric_of, short_name, summarise)
+    _accuracy, above_all, epsilon_text, house_words, in_words, runs_at, short_name, summarise)
 from ..verdicts import (
     HOLDS, INCONCLUSIVE, REFUTED, Verdict, all_or_none, answer_of, answer_together)
 from ...training.paired import above_one_of, compared, counted, least, spread_says
@@ -111,8 +111,6 @@ STEP, PLAIN = "DP-SGD-Global-Adapt-V2-S", "DP-SGD-Global-Adapt-V2" # step decay;
 DECAYS = (PLAIN, "DP-SGD-Global-Adapt-V2-L", "DP-SGD-Global-Adapt-V2-T")
 TABLE_4 = tuple(m for m in COMPARED if m not in DECAYS) # its methods
 
-def _accuracy(record): return metric_of(record, "accuracy")
-
 def above(
     method:str, # Said to be best
     others:tuple, # Methods
@@ -127,8 +125,7 @@ def above(
 def _beside_dp_sgd(pool, chosen):
     "Each chosen method's runs beside DP-SGD's, at each ε."
     targets = sorted({t for r in pool if (t := r.spec.target_epsilon) is not None})
-    cells = {(m, t): [r for r in pool if (r.spec.method.name, r.spec.target_epsilon) == (m, t)]
-        for t in targets for m in ("DP-SGD", *chosen)}
+    cells = {(m, t): runs_at(pool, m, t) for t in targets for m in ("DP-SGD", *chosen)}
     return [(cells[m, t], cells["DP-SGD", t], _accuracy) for t in targets for m in chosen
         if cells[m, t] and cells["DP-SGD", t]]
 
@@ -137,6 +134,7 @@ def _tally(pairs):
     return (found, f"above in {found['above']} of {counted(len(pairs), 'comparison')}, below in "
         f"{found['below']}")
 
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #ed85854b
 def _no_better(
     chosen:tuple, # Methods
 ):
@@ -186,8 +184,7 @@ def by_run(
     method:str, # Whose runs
 )->pd.DataFrame: # A row a run, a column an epoch; empty where nothing ran
     "One metric of a method at ε = 1."
-    return pd.DataFrame([[e[metric] for e in r.epochs] for r in records
-        if (r.spec.method.name, r.spec.target_epsilon) == (method, 1)])
+    return pd.DataFrame([[e[metric] for e in r.epochs] for r in runs_at(records, method, 1)])
 
 def _rises(pool, method):
     losses = by_run(pool, "nonprivate_train_loss", method)
@@ -205,17 +202,29 @@ def _loss_keeps_falling(pool):
     return REFUTED if no else INCONCLUSIVE, why
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #1d6fb475
-def _lowest_last_loss(pool):
-    "A judge of Figure 5: step decay ends at the lowest loss, seed by seed."
-    at = {short_name(m): [r for r in pool if (r.spec.method.name, r.spec.target_epsilon) == (m, 1)]
-        for m in TABLE_4}
-    said, lower = least(at, "V2-S", _last_loss)
-    if not said: return INCONCLUSIVE, "not run"
-    mean = {m: np.mean([_last_loss(r) for r in rows]) for m, rows in at.items() if rows}
-    shown = lower or [min(mean.keys() - {"V2-S"}, key=mean.get)]
-    return answer_of(house_words(said)), ", ".join(f"{m} {mean[m]:.2f}" for m in ("V2-S", *shown))
+def extreme(
+    value_of, # RunRecords -> (RunRecord -> float)
+    sign:int, # 1 for the least value, -1 for the highest
+    method:str, # Said to have it
+    digits:int, # Of the means, after the point
+    among:tuple, # Methods, that one among them
+):
+    "A judge: is a method's value beyond all others' at ε = 1?"
+    def judge(pool):
+        cells, value = {m: runs_at(pool, m, 1) for m in among}, value_of(pool)
+        said, beyond = least(cells, method, lambda r: sign*value(r))
+        if not said: return INCONCLUSIVE, "not run"
+        mean = {m: np.mean([value(r) for r in rows]) for m, rows in cells.items() if rows}
+        nearest = min((m for m in mean if m != method), key=lambda m: sign*mean[m])
+        why = ", ".join(f"{short_name(m)} {mean[m]:.{digits}f}"
+            for m in (method, *(beyond or [nearest])))
+        return answer_of(house_words(said)), why
+    return judge
 
-def _last_loss(record): return record.epochs[-1]["nonprivate_train_loss"]
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #951312f5
+def last_loss(pool): return lambda r: r.epochs[-1]["nonprivate_train_loss"]
+
+_lowest_last_loss = extreme(last_loss, 1, STEP, 2, TABLE_4) # Figure 5
 
 def _global_diverges(pool):
     "A judge of Figures 5 and 6: DP-SGD-Global's loss rises again and its accuracy falls."
@@ -297,6 +306,7 @@ def _norm_judge(
         return all_or_none(seen, f"the last epoch's norm is {ratios.mean():.2f} times the first's")
     return judge
 
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #d1f33e12
 def _lowest_norm(pool):
     "A judge of Figure 2: under step decay the norm is below all others' in every epoch."
     ours = norms_by_seed(pool, STEP)
@@ -333,6 +343,7 @@ def larger_is_better(
     why = f"of {counted(len(steps), 'step')} to the next larger value {up} go up, {down} down"
     return REFUTED if down else HOLDS if up == len(steps) else INCONCLUSIVE, why
 
+# %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #39618788
 def decay_helps(
     decayed:list, # RunRecords with decaying noise
     constant:list, # RunRecords of the same rule with constant noise, certified for the same ε

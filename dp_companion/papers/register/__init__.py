@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ...budgets.certified import certify, grid_interval, pld_epsilon
 from ...budgets.rdp import rdp_of_events, rdp_to_epsilon
-from ...budgets.sampling import _at_least, _cyclic, _gaussian_delta, known_epsilon
+from ...budgets.released_rows import _gaussian_profile
+from ...budgets.sampling import _at_least, _cyclic, known_epsilon
 from .schema import Claim, register
 from ...published import printed_decimals
 
@@ -120,7 +121,7 @@ def _mu(epsilon, delta):
     low, high = 1e-6, 1. + math.sqrt(2*epsilon)
     for _ in range(60):
         middle = (low + high)/2
-        low, high = (low, middle) if _gaussian_delta(epsilon, middle) > delta else (middle, high)
+        low, high = (low, middle) if _gaussian_profile(epsilon, middle) > delta else (middle, high)
     return high
 
 # %% ../../../nbs/papers/register/recomputed.ipynb #afeda89f

@@ -46,6 +46,7 @@ def _row(r, claim):
     return (claim.title.split(",")[0], claim.dataset, claim.epsilon, r.verdict, _digits(r.rdp),
             _digits(r.pld), _digits(r.lower), _digits(r.mu), _digits(r.multiplier))
 
+# %% ../../../nbs/papers/register/register.ipynb #05c0135f
 _SCRIPT = """<script>
 (function () {
   var box = document.getElementById("claims-filter"), table = document.getElementById("claims");

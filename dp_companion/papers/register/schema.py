@@ -22,6 +22,7 @@ _RELATIONS = ("add_or_remove_one", "replace_special", "replace_one")
 _TEXTS = ("title", "source", "version", "place", "says", "epsilon", "privacy_unit", "dataset",
           "clipping", "accountant")
 
+# %% ../../../nbs/papers/register/schema.ipynb #2a7dd579
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     "One printed epsilon, with what its source says of the run, and what was inferred."
@@ -67,6 +68,7 @@ class Claim:
         if not self.accounted: return self.events
         return _events(self.accounted["noise"], self.accounted["sample_rate"])
 
+# %% ../../../nbs/papers/register/schema.ipynb #70905f35
 def _events(noise, rate):
     return tuple(MechanismEvent(noise_multiplier=s, sample_rate=rate, steps=t) for s, t in noise)
 
@@ -97,6 +99,7 @@ def _check(claim):
     _demand(not unknown, claim, "inferred", "about fields of a claim")
     _check_run(claim)
 
+# %% ../../../nbs/papers/register/schema.ipynb #f0262b60
 def _check_run(claim):
     "A claim describes a run, or says what is missing; not both."
     _demand(bool(claim.noise) != bool(claim.missing), claim, "missing",
@@ -127,6 +130,7 @@ def _one_claim(name, content):
     phases = tuple((float(s), int(t)) for s, t in content["noise"])
     return Claim(name=name, **{**content, "noise": phases})
 
+# %% ../../../nbs/papers/register/schema.ipynb #d27b61c4
 def read_claim(
     path:Path|str, # A JSON file
 )->Claim:

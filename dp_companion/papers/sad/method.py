@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 from ...algorithms.clipping import RULES
 from .quantile_clipping import QuantileClip
-from ...budgets.schedules import PoissonPlan
 from ...budgets.stages import Stages, sad_claim
 from ...training.spec import DecayingMethod, require, require_count, require_given
 

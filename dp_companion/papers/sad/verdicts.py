@@ -8,10 +8,11 @@ __all__ = []
 # %% ../../../nbs/papers/sad/verdicts.ipynb #15ae19fa
 import numpy as np
 from .grid import runs_of
-from ..tables import epsilon_text, house_words, metric_of
+from ..tables import _accuracy, epsilon_text, house_words, metric_of
 from ..verdicts import (
-    HOLDS, INCONCLUSIVE, REFUTED, Verdict, above_at_all, answer_of)
+    HOLDS, INCONCLUSIVE, REFUTED, above_at_all, answer_of, judged)
 from ...training.paired import least
+from ...training.records import least_epsilon
 
 # %% ../../../nbs/papers/sad/verdicts.ipynb #86516019
 _SAD_CLAIMS = {
@@ -30,22 +31,18 @@ def judge_sad(
     where:str, # As the page names the data
 )->list: # Verdicts
     "Verdicts on Table II."
-    def at(method): return {t: runs_of(records, profile, method, t) for t in targets}
-    made = []
-    for claim, (other, metric) in _SAD_CLAIMS.items():
-        ours, theirs = at("SAD-DPSGD"), at(other)
-        answer, why = above_at_all({t: (ours[t], theirs[t]) for t in targets},
-            lambda r: metric_of(r, metric))
-        made.append(Verdict(claim=claim, answer=answer, why=why, where=where))
-    return made
+    def answer(other, metric):
+        cells = {t: tuple(runs_of(records, profile, m, t) for m in ("SAD-DPSGD", other))
+            for t in targets}
+        return above_at_all(cells, lambda r: metric_of(r, metric))
+    return judged({claim: answer(*beside) for claim, beside in _SAD_CLAIMS.items()}, where)
 
 # %% ../../../nbs/papers/sad/verdicts.ipynb #5531c244
 def certified_as_asked(
     records, # RunRecords
 )->tuple: # (answer, why)
     "Judge whether every run is certified for at most the ε that was asked."
-    shares = [min(c["epsilon"] for c in r.budget["certified"].values())/r.spec.target_epsilon
-        for r in records]
+    shares = [least_epsilon(r.budget)/r.spec.target_epsilon for r in records]
     if not shares: return INCONCLUSIVE, "not run"
     why = f"certified ε is {100*min(shares):.2f} % to {100*max(shares):.2f} % of what was asked"
     return HOLDS if max(shares) <= 1 else REFUTED, why
@@ -54,8 +51,7 @@ def claim_is_enough(
     records, # RunRecords with a claimed ε
 )->tuple: # (answer, why)
     "Judge whether the paper's formula claims at least what is certified."
-    pairs = [(r.budget["claimed"]["epsilon"], min(c["epsilon"]
-        for c in r.budget["certified"].values()))
+    pairs = [(r.budget["claimed"]["epsilon"], least_epsilon(r.budget))
         for r in records if r.budget["claimed"]]
     if not pairs: return INCONCLUSIVE, "not run"
     claimed, certified = min(pairs, key=lambda pair: pair[0]/pair[1])
@@ -71,8 +67,8 @@ def best_setting(
     cells = {f"{value:g}": rows for value, rows in cells.items() if rows}
     name = f"{said:g}"
     if name not in cells or len(cells) < 2: return INCONCLUSIVE, "not run"
-    answer = answer_of(house_words(least(cells, name, lambda r: -metric_of(r, "accuracy"))[0]))
-    mean = {v: np.mean([metric_of(r, "accuracy") for r in rows]) for v, rows in cells.items()}
+    answer = answer_of(house_words(least(cells, name, lambda r: -_accuracy(r))[0]))
+    mean = {v: np.mean([*map(_accuracy, rows)]) for v, rows in cells.items()}
     top = max(mean, key=mean.get)
     return answer, f"{mean[name]:.1f} % at {name}; the highest is {mean[top]:.1f} % at {top}"
 

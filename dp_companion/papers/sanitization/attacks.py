@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from ...audits.bounds import Finding, finding_from_scores
 from ...audits.canaries import audit_schedule
-from ...audits.runs import with_finding
+from ...audits.runs import rewritten, with_finding
 from ...budgets.certified import certify, verdict_of
 from ...budgets.events import MechanismEvent
 from ...budgets.schedules import PoissonPlan
 from ...training.datasets import Dataset
-from ...training.records import RunRecord, record_path, write_json
-from ...training.spec import RunSpec
+from ...training.records import RunRecord
+from ...training.spec import RunSpec, require_known
 from .run import (SanitizedRun, build_layer, epoch_rows,
                                                   layer_report, released, rows_below, train_below)
 
@@ -36,8 +36,7 @@ def worst_case(
     records:int=8, # N of the attack
 )->Dataset: # All of class 0
     "One of two neighbouring data sets: they differ in the features of record 0."
-    if dataset not in IMAGES:
-        raise ValueError(f"dataset must be one of {', '.join(IMAGES)}, got dataset={dataset!r}")
+    require_known("dataset", dataset, IMAGES)
     channels, side = IMAGES[dataset]
     images = torch.zeros(records, channels, side, side)
     if is_bright: images[0] = 1.
@@ -197,10 +196,9 @@ def audit_layers(
             found[_same_attack(r.spec)] = _attack_spec(r.spec, plan_of(r.spec), draws)
     made = [_with_layer_finding(r, found[_same_attack(r.spec)]) if not r.budget["empirical"] else r
         for r in records]
-    for old, new in zip(records, made):
-        if new is not old: write_json(record_path(new.spec, runs), new.to_dict())
-    return made
+    return rewritten(records, made, runs)
 
+# %% ../../../nbs/papers/sanitization/attacks.ipynb #ceb4d888
 def _with_layer_finding(
     record:RunRecord, # A finished run
     found:Finding|None, # The result of an attack; None without noise

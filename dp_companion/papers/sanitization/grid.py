@@ -18,7 +18,7 @@ from ...budgets.released_rows import (RowRelease, calibrate_rows, claimed_rows,
                                                 sanitization_report)
 from ...budgets.schedules import Constant, PoissonPlan
 from ...training.grid import Profile, Tables, named_profile
-from ...training.spec import run_spec
+from ...training.spec import require, require_known, run_spec
 from ...training.planning import cached
 
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d12092db
@@ -183,8 +183,7 @@ def _plain_noise(
 # %% ../../../nbs/papers/sanitization/grid.ipynb #d50b754e
 def _known(method, among):
     "The method, if it is one of these."
-    if method not in among:
-        raise ValueError(f"method must be one of {'; '.join(among)}, got method={method!r}")
+    require(method in among, "method", f"one of {'; '.join(among)}", method)
     return method
 
 def _sizes(profile, method):
@@ -301,8 +300,7 @@ def sweep_specs(
     values:Iterable|None=None, # Other values than those of `SWEEPS`
 )->dict: # Value to RunSpecs, one a seed
     "The runs of a figure: as printed, with one parameter varied."
-    if name not in SWEEPS:
-        raise ValueError(f"name must be one of {', '.join(SWEEPS)}, got name={name!r}")
+    require_known("name", name, SWEEPS)
     if name == "width" and "resnet" in profile.model:
         raise ValueError("name must not be width for a ResNet, whose rows have the width of its "
                          f"last stage, got model={profile.model!r}")

@@ -9,7 +9,7 @@ __all__ = ['SanitizationMethod']
 from dataclasses import dataclass, fields
 from typing import ClassVar
 from ...algorithms.clipping import RULES, CountingRule
-from ...budgets.events import MechanismEvent, gaussian_events
+from ...budgets.events import MechanismEvent
 from ...budgets.rdp import rdp_of_events, rdp_to_epsilon
 from ...budgets.released_rows import RowRelease, RowsClaim, claimed_rows, row_events
 from ...budgets.schedules import PoissonPlan
@@ -109,6 +109,7 @@ def _check_layer(method, spec, below):
     require(is_dp_sgd == (rule != "none"), "clip_rule", given, rule)
     _check_flag(method, spec)
 
+# %% ../../../nbs/papers/sanitization/method.ipynb #14f7e0bb
 def _check_dropout(method):
     p, position = method.layer_dropout, method.layer_dropout_position
     is_share = isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p < 1

@@ -18,9 +18,6 @@ from dp_companion.papers.sanitization.early_stopping import (Flag, ReleasedStd, 
 from ...algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
     random_below, sanitization_cnn, sanitization_resnet18)
 from ...budgets.certified import BudgetReport, certify
-from ...budgets.events import MechanismEvent
-from ...budgets.rdp import rdp_of_events, rdp_to_epsilon
-from ...budgets.released_rows import RowsClaim
 from ...budgets.schedules import PoissonPlan
 from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD,
     RGB_MEAN, RGB_STD, Dataset)
@@ -138,14 +135,6 @@ def _row_weight(
     matrices = [p for p in model.below.parameters() if p.dim() > 1]
     return matrices[-1] if matrices else None
 
-# %% ../../../nbs/papers/sanitization/run.ipynb #7f52f540
-def gradient_events(
-    spec:RunSpec, # Of paper `sanitization`
-    plan:PoissonPlan, # As planned
-)->tuple[MechanismEvent,...]: # Empty without DP-SGD
-    "The gradient releases of a run with DP-SGD: constant noise, and no other query."
-    return spec.method.gradient_events(plan)
-
 # %% ../../../nbs/papers/sanitization/run.ipynb #b54301ce
 def layer_report(
     spec:RunSpec, # With a sanitization layer
@@ -157,25 +146,11 @@ def layer_report(
     "Claimed and certified epsilon of a run."
     ran = replace(plan, epochs=epochs or plan.epochs)
     release = dict(releases=spec.method.layer_releases or plan.epochs, delta=spec.delta)
-    events = gradient_events(spec, plan)
+    events = spec.method.gradient_events(plan)
     # later epochs release nothing
     if spec.method.layer_releases: ran = replace(plan, epochs=spec.method.layer_releases)
     return model_report(model, ran, **release, gradient_events=events, **(dict(batches="own")
         if events else {}))
-
-def _plain_report(
-    spec:RunSpec, # Without a layer: DP-SGD, or no privacy
-    plan:PoissonPlan, # Its sampling
-    certify=certify, # `certify`, or a cached form of it
-)->BudgetReport: # Nothing certified without privacy
-    "The budget of the network without the layer, under the same neighbouring relation."
-    events = gradient_events(spec, plan)
-    unit = dict(delta=spec.delta, neighbouring_relation="replace_one", privacy_unit=
-        "features of one record")
-    if not events: return BudgetReport(certified={}, **unit)
-    claim = RowsClaim(rdp_to_epsilon(rdp_of_events(events), delta=spec.delta).epsilon, ())
-    return BudgetReport(certified=certify(events, delta=spec.delta, accountants=("pld",),
-        neighbouring_relation="replace_one"), claimed=claim, events=events, **unit)
 
 # %% ../../../nbs/papers/sanitization/run.ipynb #b59ea161
 def _fused_optimizer(
@@ -320,6 +295,7 @@ def rows_below(
     with torch.no_grad(): return torch.cat(
         [run.model.below(images) for images in run.data.train_images.split(1000)])
 
+# %% ../../../nbs/papers/sanitization/run.ipynb #f699cc3f
 def epoch_rows(
     run:SanitizedRun, # A certified one
 )->Tensor: # (records, width)
@@ -409,8 +385,15 @@ def checked(self:SanitizedRun,
 # %% ../../../nbs/papers/sanitization/run.ipynb #a02c415b
 class PlainRun(Run):
     "A run of paper `sanitization` whose network has no layer: DP-SGD, or no privacy."
-    def report(self, certify=certify)->BudgetReport: return _plain_report(self.spec, self.plan,
-        certify)
+    def report(self, certify=certify)->BudgetReport: # Nothing certified without privacy
+        "The budget under the neighbouring relation of runs with a layer."
+        spec, relation = self.spec, dict(neighbouring_relation="replace_one")
+        unit = dict(delta=spec.delta, privacy_unit="features of one record", **relation)
+        events = spec.method.gradient_events(self.plan)
+        if not events: return BudgetReport(certified={}, **unit)
+        found = certify(events, delta=spec.delta, accountants=("pld",), **relation)
+        claim = spec.method.claim(self.plan, delta=spec.delta)
+        return BudgetReport(certified=found, claimed=claim, events=events, **unit)
 
 def sanitization_run(
     spec:RunSpec, # Of paper `sanitization`

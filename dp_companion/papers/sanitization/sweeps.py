@@ -16,7 +16,7 @@ from ...budgets.schedules import PoissonPlan
 from ...figures import figure, series
 from ...training.paired import counted
 from ...training.records import RunRecord
-from .grid import SWEEPS, LayerProfile, claim_of, sweep_specs
+from .grid import LayerProfile, claim_of, sweep_specs
 from ..tables import epsilon_text
 
 # %% ../../../nbs/papers/sanitization/sweeps.ipynb #5691d89a
@@ -53,6 +53,7 @@ def finished(
         if (there := [s for s in specs if s in records])} for name, values in sweeps.items()}
     return {name: values for name, values in of.items() if len(values) > 1}
 
+# %% ../../../nbs/papers/sanitization/sweeps.ipynb #85d3ef33
 def lacking(
     name:str, # Of a data set, as a page has it
     sweeps:dict, # From `sweeps_of`
@@ -159,6 +160,7 @@ def table(self:Sweeps,
     return pd.DataFrame([_row(value, [self.records[s] for s in specs], share)
         for value, specs in self.asked[name][sweep].items()])
 
+# %% ../../../nbs/papers/sanitization/sweeps.ipynb #17ea2841
 @patch
 def show(self:Sweeps,
     *sweeps, # Of `_SWEEP_NAMES`
@@ -242,7 +244,7 @@ def follows(self:Sweeps,
             if t["sd"].isna().all() else f"{said}; the standard deviation over {full} seeds is up "
             f"to {t['sd'].max():.1f} points. {papers[sweep]}")
 
-
+# %% ../../../nbs/papers/sanitization/sweeps.ipynb #1d75a106
 @patch
 def lost(self:Sweeps,
     name:str, # Of a data set

@@ -9,10 +9,11 @@ __all__ = []
 import math
 import numpy as np
 from .grid import LAYER_PROFILES, PRINTED, REAL
-from ..tables import epsilon_text, metric_of
+from ..tables import _accuracy, epsilon_text
 from ..verdicts import (
-    HOLDS, INCONCLUSIVE, REFUTED, Verdict, above_at_all)
+    HOLDS, INCONCLUSIVE, REFUTED, above_at_all, judged)
 from ...training.paired import above_one_of
+from ...training.records import least_epsilon
 
 # %% ../../../nbs/papers/sanitization/verdicts.ipynb #af7ce84c
 def _formula_covers(
@@ -21,19 +22,22 @@ def _formula_covers(
     "Judge the paper's formula for weights and rows of runs as printed."
     found = [(r.budget["empirical"]["claimed"], r.budget["empirical"]["epsilon"]) for r in records
         if r.budget["empirical"]]
+    return _covers(found, "the formula claims {} for the attacked training, an attack achieves {} "
+        "with 95 % confidence")
+
+def _covers(found, why):
+    "Judge a formula by the attack that goes furthest beyond it; found: (claimed, achieved) each."
     if not found: return INCONCLUSIVE, "nothing was attacked"
     claimed, achieved = max(found, key=lambda pair: pair[1]/pair[0])
-    why = (f"the formula claims {epsilon_text(claimed)} for the attacked training, an attack "
-        f"achieves {epsilon_text(achieved)} with 95 % confidence")
-    return REFUTED if achieved > claimed else INCONCLUSIVE, why
+    answer = REFUTED if achieved > claimed else INCONCLUSIVE
+    return answer, why.format(epsilon_text(claimed), epsilon_text(achieved))
 
-def _certified(record): return min(c["epsilon"] for c in record.budget["certified"].values())
-
+# %% ../../../nbs/papers/sanitization/verdicts.ipynb #b81d7f8c
 def _attacks_stay_below(
     records, # RunRecords, certified and attacked
 )->tuple: # (answer, why)
     "Judge whether no attack achieves more than is certified."
-    shares = [r.budget["empirical"]["epsilon"]/_certified(r) for r in records
+    shares = [r.budget["empirical"]["epsilon"]/least_epsilon(r.budget) for r in records
         if r.budget["certified"] and r.budget["empirical"]]
     if not shares: return INCONCLUSIVE, "nothing was attacked"
     why = f"the attacks achieve at most {max(shares):.0%} of what is certified"
@@ -45,11 +49,7 @@ def _formula_covers_rows(
     "Judge the paper's formula for the rows alone, above frozen layers."
     found = [(r.budget["claimed"]["epsilon"], r.budget["empirical"]["epsilon"]) for r in records
         if r.spec.method.name == "Frozen" and r.budget["empirical"] and r.budget["claimed"]]
-    if not found: return INCONCLUSIVE, "nothing was attacked"
-    claimed, achieved = max(found, key=lambda pair: pair[1]/pair[0])
-    why = (f"it claims {epsilon_text(claimed)}, an attack on the rows achieves "
-        f"{epsilon_text(achieved)}")
-    return REFUTED if achieved > claimed else INCONCLUSIVE, why
+    return _covers(found, "it claims {}, an attack on the rows achieves {}")
 
 # %% ../../../nbs/papers/sanitization/verdicts.ipynb #d7a5e6b1
 def outside_regime(
@@ -71,8 +71,6 @@ def _why_outside(spec):
 
 
 # %% ../../../nbs/papers/sanitization/verdicts.ipynb #75c9c6ee
-def _accuracy(record): return metric_of(record, "accuracy")
-
 def _of(records, method, skip=None):
     return [r for r in records if r.spec.method.name == method and r.spec.target_epsilon != skip]
 
@@ -91,8 +89,7 @@ def judge_layers(
     for m in REAL:
         claim = f"{m} is more accurate than DP-SGD at the same certified ε (ours)"
         claims[claim] = above_at_all(_pair(records, m, "DP-SGD", loose), _accuracy)
-    return [Verdict(claim=claim, answer=answer, why=why, where=where)
-        for claim, (answer, why) in claims.items()]
+    return judged(claims, where)
 
 # %% ../../../nbs/papers/sanitization/verdicts.ipynb #9b4d1a18
 def moving_bound_helps(

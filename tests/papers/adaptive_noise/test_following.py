@@ -10,7 +10,7 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from dp_companion.budgets.filters import RenyiFilter
 from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.papers.adaptive_noise.following import (
-    BatchClip, BatchStep, FollowingNoise, following_state, load_following
+    BatchClip, BatchStep, FollowingNoise
 )
 
 plan = PoissonPlan(dataset_size=1437, expected_batch_size=128, epochs=4)
@@ -44,8 +44,8 @@ def test_a_state_goes_through_a_file_and_back():
     noise, other = new(), new()
     for _ in range(5): noise.see(noise.next()/10)
     noise.end_epoch()
-    load_following(other, following_state(noise))
-    assert following_state(other) == following_state(noise) and other.next() == noise.next()
+    other.load(noise.state())
+    assert other.state() == noise.state() and other.next() == noise.next()
 
 
 @pytest.mark.slow
