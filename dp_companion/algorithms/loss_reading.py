@@ -196,7 +196,8 @@ def _taken(x:Tensor, index:list, samples:int, lengths:set)->Tensor:
     return x.index_select(places[0], torch.tensor(index, device=x.device)) if places else x
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
-_APART = {getattr(Tensor, f"{name}_"): getattr(torch, name) for name in ("mul", "div", "add", "sub")}
+_APART = {getattr(Tensor, f"{name}_"): getattr(torch, name)
+    for name in ("mul", "div", "add", "sub")}
 
 def _latest(x:Tensor)->Tensor: return _latest(x.now) if "now" in vars(x) else x
 

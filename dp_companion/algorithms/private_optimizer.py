@@ -231,9 +231,9 @@ def state_dict(self:PrivateOptimizer):
 def load_state_dict(self:PrivateOptimizer, state:dict):
     "Take up a state, unless it is of steps that the ledger lacks."
     spent, known = state.get("private_steps", 0), len(self.ledger)
-    if spent>known: raise ValueError(f"optimizer's state must be of steps in its ledger, got {spent} "
-        f"steps for a ledger of {known}; in place of a trainer's own resuming, use save_checkpoint "
-        "and load_checkpoint of the PrivacyEngine, which bring the ledger")
+    if spent>known: raise ValueError("optimizer's state must be of steps in its ledger, got "
+        f"{spent} steps for a ledger of {known}; in place of a trainer's own resuming, use "
+        "save_checkpoint and load_checkpoint of the PrivacyEngine, which bring the ledger")
     self.original_optimizer.load_state_dict(state)
 
 @patch

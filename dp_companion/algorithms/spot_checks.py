@@ -355,5 +355,6 @@ def look_at_losses(self:SpotCheck, inputs, samples:int):
         own, beside = parts(inputs, only), parts(_copies(inputs, k, samples), only)
         if own is None or beside is None: return
         size, away = _norm_of([beside.flat]), _norm_of([own.flat-beside.flat])
-        if math.isfinite(away) and away>.01*max(size, 1e-18): raise ValueError(_MEET)
+        if math.isfinite(away) and away>_slack(own.flat.dtype)*max(size, 1e-18):
+            raise ValueError(_MEET)
     _check_direction(parts(inputs, lambda D: 1/D), self._drawn(ordinary))

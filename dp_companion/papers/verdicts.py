@@ -13,14 +13,9 @@ from html import escape
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
-<<<<<<< /tmp/tmpvv6ie9r3.txt
-from dp_companion.figures import PALETTE
-from dp_companion.papers.tables import epsilon_text, metric_of, short_name
-=======
-from dp_companion.figures import figure, series
-from dp_companion.papers.tables import metric_of, runs_at, short_name
->>>>>>> /tmp/tmp3e25i3r9.txt
-from dp_companion.training.paired import compared, same_seeds
+from ..figures import PALETTE
+from .tables import epsilon_text, metric_of, runs_at, short_name
+from ..training.paired import compared, same_seeds
 
 # %% ../../nbs/papers/verdicts.ipynb #fa2b6ba3
 HOLDS, REFUTED, INCONCLUSIVE = "holds", "refuted", "inconclusive"

@@ -84,12 +84,20 @@ def _terms(draft, page):
     return {} if page == "glossary" else glossary_terms(draft.inputs.notebooks.get(
         "glossary.ipynb"))
 
+def _origin_after(draft, page):
+    "The cell below which a result page says where it comes from: its verdict box, else its last."
+    cells = draft.pages[page].cells
+    boxes = (c for c in cells if c.cell_type == "code" and "verdict_box(" in c.source)
+    return next(boxes, cells[-1])
+
 def _origin_cells(draft, page):
-    "Under a result page: its notebook, the command that runs it, its records, where to edit it."
+    "Its notebook, the command that runs it, what judges it, its records, where to edit it."
     if "/experiments/" not in page: return []
     file, records = f"nbs/{page}.ipynb", draft.inputs.root/"results/index.csv"
     up = "../"*(page.count("/") + 1)
     told = [f"made from `{file}`", f"run by `dp-companion reproduce --only {page}`"]
+    judge = page.partition("/experiments/")[0] + "/verdicts"
+    if judge in draft.pages: told.append("[how each claim is judged](../verdicts.ipynb)")
     if records.is_file(): told.append(f"[the committed records]({up}results/index.csv)")
     url, branch = (draft.inputs.settings.get(name) for name in ("git_url", "branch"))
     paper = f"results/{page.split('/')[1]}"
@@ -103,7 +111,7 @@ def _origin_cells(draft, page):
 def _quarto_cells(draft, page):
     "The cells of a page as Quarto reads them."
     def convert(text): return link_up(text, page, draft.site, spell_out=False)
-    cells, terms = [], _terms(draft, page)
+    cells, terms, origin_after = [], _terms(draft, page), _origin_after(draft, page)
     for cell in draft.pages[page].cells:
         made = {"cell_type": cell.cell_type, "metadata": dict(cell.metadata), "source": cell.source}
         if cell.cell_type == "markdown":
@@ -112,10 +120,10 @@ def _quarto_cells(draft, page):
             outputs = shown_outputs(cell.get("outputs", []), convert)
             made |= {"outputs": outputs, "execution_count": None}
         cells.append(made)
+        if cell is origin_after: cells += _origin_cells(draft, page)
     if page == "index" and draft.inputs.cff: cells.append(markdown_cell(cite_box(draft.inputs.cff)))
     file = draft.site.url(page, f"_files/nbs/{page}.ipynb")
-    return [*cells, *_origin_cells(draft, page), *_script_cells(draft, page),
-            markdown_cell(f"[Download this notebook]({file})")]
+    return [*cells, *_script_cells(draft, page), markdown_cell(f"[Download this notebook]({file})")]
 
 # %% ../../nbs/site/builders.ipynb #8f40d8b2
 def write_quarto(
@@ -188,7 +196,7 @@ def _sphinx_conf(inputs, looks):
 def _sphinx_cells(draft, page):
     "The cells of a page as MyST reads them."
     def convert(text): return to_myst(link_up(text, page, draft.site), page)
-    nb, terms = draft.pages[page], _terms(draft, page)
+    nb, terms, origin_after = draft.pages[page], _terms(draft, page), _origin_after(draft, page)
     description = nb.frontmatter_.get("description")
     lead = f"\n\n{{.lead}}\n{convert(description)}" if description else ""
     cells = [markdown_cell(f"# {nb.frontmatter_['title']}{lead}")]
@@ -196,7 +204,8 @@ def _sphinx_cells(draft, page):
         if cell.cell_type == "markdown":
             cells.append(markdown_cell(explain_terms(convert(cell.source), terms)))
         elif cell.cell_type == "code": cells += code_cell(cell, draft.site.labels[page], convert)
-    return cells + _origin_cells(draft, page) + _script_cells(draft, page)
+        if cell is origin_after: cells += _origin_cells(draft, page)
+    return cells + _script_cells(draft, page)
 
 # %% ../../nbs/site/builders.ipynb #9b18b2db
 def _tables_of_contents(contents, parent="index", caption="", found=None):

@@ -438,7 +438,8 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     (clone/"results/index.csv").write_text("paper,file\n")
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
-    write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits."])
+    write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits.",
+                                               ("verdict_box([])",), "The rest."])
     out = build(clone)
     text = (out/f"{page}.html").read_text()
     assert 'One <abbr title="An &lt;b&gt;.">audit</abbr>, ' in text and text.count("<abbr") == 1
@@ -447,6 +448,7 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     assert "../../../_files/results/index.csv" in text
     assert f"https://host.example/toy/edit/main/nbs/{page}.ipynb" in text
     assert '"https://host.example/toy/tree/main/results/toy/digits">digits</a>' in text
+    assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
 
 
