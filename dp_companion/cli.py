@@ -444,12 +444,14 @@ def grid(
 
     Example: dp-companion grid --paper sad --table "Table II" --profile digits
     """
+    from dp_companion.papers.costs import TIMINGS, job_minutes, read_rows
     from dp_companion.papers.grids import grid_report, report_lines, table_runs, write_specs
     if dry: return _say_costs(profile.value, paper, table)
     specs = table_runs(paper, table, profile.value, runs)
     folder = runs/"grids"/f"{paper}-{table}-{profile.value}".replace(" ", "-")
     write_specs(specs, folder)
-    config = {"grid": folder.resolve(), "runs": runs.resolve(), "per_job": per_job}
+    config = {"grid": folder.resolve(), "runs": runs.resolve(), "per_job": per_job,
+        "minutes": job_minutes(specs, per_job, read_rows(Path("results")/TIMINGS))}
     failed = 0 if report_only else _snakemake(context.args or ["--cores", "2"], config)
     for line in report_lines(grid_report(specs, runs)): typer.echo(line)
     if failed: raise typer.Exit(1)

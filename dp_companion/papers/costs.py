@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/papers/costs.ipynb #28321974
 import csv
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -120,6 +121,17 @@ def _is_like(row, spec, device):
     same = all(row[name] == getattr(spec, name) for name in sizes)
     plain = (row["clip_rule"] == "none") == (spec.method.clip_rule == "none")
     return same and plain and row["device"].split(":")[0] == device
+
+# %% ../../nbs/papers/costs.ipynb #b7259ab1
+def job_minutes(
+    specs:list, # RunSpecs of a grid
+    per_job:int, # Runs that share a job
+    timings:list, # Rows of the table
+)->int: # Minutes
+    "The time to ask for a job."
+    costs = (cost_of(spec, timings) for spec in specs)
+    minutes = sorted((3*cost[0]/60 if cost else 60. for cost in costs), reverse=True)
+    return 30 + math.ceil(sum(minutes[:per_job]))
 
 # %% ../../nbs/papers/costs.ipynb #e79dcc51
 def planned_costs(
