@@ -40,6 +40,7 @@ def test_the_step_is_that_of_every_oracle_in_float32(build):
     against_oracles(lambda: network(build), *batch(build, 6), names=ORACLES, nearly=1e-5)
 
 
+@pytest.mark.slow
 def test_the_step_is_that_of_opacus_on_resnet():
     x, y = batch(group_norm_resnet18, 4, dtype=torch.float64)
     found = against_oracles(lambda: network(opacus_resnet18, torch.float64), x, y)

@@ -372,9 +372,10 @@ ZOO = [
         "optimizer state", ANNOUNCED,
         (Patch(privacy_engine, "_warn_of_state", "for x in state.values())",
                "for key, x in state.items() if key == 'momentum_buffer')"),)),
-    Bug("ledger forgotten", "A resumed run forgets the first events of its ledger.", "resumed run",
-        RESUMED, (Patch(PrivacyEngine, "load_state_dict", 'load_state_dict(state["events"])',
-                        'load_state_dict(state["events"][1:])'),)),
+    Bug("ledger forgotten", "A resumed run writes its last event in place of every earlier one.",
+        "resumed run", RESUMED,
+        (Patch(PrivacyEngine, "load_state_dict", 'load_state_dict(state["events"])',
+               'load_state_dict(state["events"][-1:]*len(state["events"]))'),)),
     Bug("counts forgotten", "A resumed run begins again with the first threshold.", "resumed run",
         RESUMED, (Patch(PrivacyEngine, "load_state_dict", 'replace(optimizer.clip_rule, '
                         '**state["rule"])', "optimizer.clip_rule"),)),
