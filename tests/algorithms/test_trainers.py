@@ -167,8 +167,8 @@ def test_trainer_has_smaller_batches_by_a_memory_manager(tmp_path):
     p = Private()
     with BatchMemoryManager(data_loader=p.loader, max_physical_batch_size=4,
                             optimizer=p.optimizer) as loader:
-        trainer(p, tmp_path, loader=loader).train()
-    assert p.steps == 6
+        trainer(p, tmp_path, loader=loader, max_steps=100).train()
+    assert p.steps > 6 # Trainer counts pieces, of which a Poisson batch has no fixed number
 
 
 def test_a_model_smooths_labels(tmp_path):
