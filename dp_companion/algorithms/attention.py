@@ -7,10 +7,11 @@ __all__ = []
 
 # %% ../../nbs/algorithms/attention.ipynb #41ed09a4
 import math
-from contextlib import contextmanager
+from contextlib import nullcontext
 import torch
 from torch import nn, Tensor
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 # %% ../../nbs/algorithms/attention.ipynb #c7140984
 def is_splittable(layer:nn.Module)->bool:
@@ -49,10 +50,11 @@ class SplitAttention:
         self.layers = {"in_proj": _linear(attention.in_proj_weight, attention.in_proj_bias),
                        "out_proj": _linear(out.weight, out.bias)}
 
-    def projected(self, *inputs:Tensor)->list: # Queries, keys and values, each (B, H, T, d)
+    def projected(self, *inputs:Tensor)->list: # (T, B, E) to queries, keys, values (B, H, T, d)
         "All three projections, by one call of the first layer."
         once, heads = _distinct(inputs), self.attention.num_heads
-        parts = self.layers["in_proj"](torch.cat(once, 1)).split([x.shape[1] for x in once], 1)
+        rows = once[0] if len(once)==1 else torch.cat(once)
+        parts = self.layers["in_proj"](rows.transpose(0, 1)).split([len(x) for x in once], 1)
         found = []
         for k, x in enumerate(inputs):
             of_x = next(part for part, y in zip(parts, once) if y is x).chunk(3, -1)[k]
@@ -67,33 +69,43 @@ def _weighted(q, k, v, mask, dropout:float)->tuple: # (B, H, T, d), and the weig
     if dropout: weights = F.dropout(weights, dropout)
     return weights@v, weights
 
-def split_forward(split:SplitAttention,
-    query:Tensor, key:Tensor, value:Tensor, # (B, T, E), (B, S, E), (B, S, E)
-    key_padding_mask:Tensor|None=None, need_weights:bool=True, attn_mask:Tensor|None=None,
-    average_attn_weights:bool=True, is_causal:bool=False, # All as in torch
-)->tuple: # Output (B, T, E), and the weights or None
-    "What `nn.MultiheadAttention` computes."
+def _split_forward(split:SplitAttention,
+    query:Tensor, key:Tensor, value:Tensor, # (T, B, E), (S, B, E), (S, B, E)
+    *, dropout:float, need_weights:bool, attn_mask:Tensor|None, key_padding_mask:Tensor|None,
+    average_attn_weights:bool, is_causal:bool, # All as in torch
+)->tuple: # Output (T, B, E), and the weights or None
+    "What `F.multi_head_attention_forward` computes."
     if query.dim()!=3: raise ValueError("query must be of shape (batch, positions, features), got "
         f"{tuple(query.shape)}; put the batch in front")
     q, k, v = split.projected(query, key, value)
-    is_plain = is_causal and key_padding_mask is None and not need_weights
+    is_plain, weights = is_causal and key_padding_mask is None and not need_weights, None
     mask = None if is_plain else _scores_mask(attn_mask, key_padding_mask, q)
-    dropout, weights = split.attention.dropout if split.attention.training else 0., None
     if need_weights: found, weights = _weighted(q, k, v, mask, dropout)
     else: found = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain)
     if need_weights and average_attn_weights: weights = weights.mean(1)
     output = split.layers["out_proj"](found.transpose(1, 2).flatten(2))
-    # In torch's order of memory, in which dropout draws its random numbers
-    return output.transpose(0, 1).contiguous().transpose(0, 1), weights
+    return output.transpose(0, 1).contiguous(), weights # In torch's order of memory
 
 # %% ../../nbs/algorithms/attention.ipynb #f052b1dd
-@contextmanager
+_OPTIONS = ("need_weights", "attn_mask", "key_padding_mask", "average_attn_weights", "is_causal")
+
+class _Split(TorchFunctionMode):
+    "Answers torch's call of attention for the given `SplitAttention`s, and no other call."
+    def __init__(self, attentions):
+        super().__init__()
+        self.of_weight = {x.layers["in_proj"].weight: x for x in attentions}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_attention = func is F.multi_head_attention_forward and args[5] in self.of_weight
+        if not is_attention: return func(*args, **kwargs)
+        query, key, value, _, _, weight, _, _, _, _, dropout = args[:11]
+        return _split_forward(self.of_weight[weight], query, key, value,
+                              dropout=dropout if kwargs["training"] else 0.,
+                              **{name: kwargs[name] for name in _OPTIONS})
+
 def split(
     attentions, # `SplitAttention`s, whose modules run by their layers inside
 ):
     "Let torch's attention run by its two linear layers inside."
-    for x in attentions:
-        x.attention.forward = lambda *args, _x=x, **kwargs: split_forward(_x, *args, **kwargs)
-    try: yield
-    finally:
-        for x in attentions: del x.attention.forward
+    return _Split(attentions) if attentions else nullcontext()

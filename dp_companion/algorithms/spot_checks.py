@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
+from .attention import split
 from .book_keeping import is_power_or_zero, recorded_layers
 from .gradient_recorder import GradientRecorder
 from .loss_reading import read_loss
@@ -283,7 +284,9 @@ def look(self:SpotCheck,
         return losses_of(model, mapped(_own_copy, inputs), targets)
     # Others may not be finite
     def of_copies(model): return losses(model, *_copies((inputs, targets), k, n))
-    def gradient(of): return self._drawn(lambda model: _gradient_of(model, parameters, of, k))
+    def gradient(of):
+        with self._as_recorded():
+            return self._drawn(lambda model: _gradient_of(model, parameters, of, k))
     def loss(inputs, targets):
         return self._drawn(lambda model: losses(model, inputs, targets)[k].double().item())
     gradient(losses)
@@ -291,9 +294,8 @@ def look(self:SpotCheck,
         return
     recorder, norms = self._drawn(lambda model: self._recorded(model, losses, n, k))
     _check_norm(norms[k].item(), size, _slack(norms.dtype))
-    # Once more: it was not kept, for memory
-    if norms[k].isfinite():
-        _check_direction(recorder, gradient(of_copies))
+    if not norms[k].isfinite(): return
+    _check_direction(recorder, gradient(of_copies)) # Once more: it was not kept, for memory
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #4b5e799c
 @patch
@@ -301,6 +303,10 @@ def _drawn(self:SpotCheck, use): # `use(copy of the model)`
     device = self.recorder.flat.device # Looks compare in the parameters' own precision
     with kept_randomness(device), torch.autocast(device.type, enabled=False):
         return use(_copy_of(self.model))
+
+@patch
+def _as_recorded(self:SpotCheck): # A context manager, inside which attention rounds alike
+    return split(self.recorder.book.attentions)
 
 @patch
 def _recorded(self:SpotCheck, model, losses, n:int, k:int)->tuple: # (recorder, norms)
@@ -357,4 +363,5 @@ def look_at_losses(self:SpotCheck, inputs, samples:int):
         size, away = _norm_of([beside.flat]), _norm_of([own.flat-beside.flat])
         if math.isfinite(away) and away>_slack(own.flat.dtype)*max(size, 1e-18):
             raise ValueError(_MEET)
-    _check_direction(parts(inputs, lambda D: 1/D), self._drawn(ordinary))
+    with self._as_recorded():
+        _check_direction(parts(inputs, lambda D: 1/D), self._drawn(ordinary))

@@ -398,17 +398,17 @@ def finish(
     runs:Path, # Folder of runs
     started:tuple, # Seconds on the clock, and of CPU, when this execution began
 )->RunRecord: # As written
-    "Write the record and, beside it, the time of this execution; then delete the checkpoint."
+    "Write the time of this execution and, beside it, the record; then delete the checkpoint."
     path = record_path(run.spec, runs)
     final = {**run.epochs[-1], "test_auc": evaluate_auc(run.model, run.data),
         "nonprivate_nonfinite_samples": run.nonprivate_nonfinite_samples}
     record = RunRecord(spec=run.spec, epochs=run.epochs, final=final, budget=report.to_dict(),
         provenance=provenance(run.device))
-    write_json(path, record.to_dict())
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     wall, cpu = time.time() - started[0], time.process_time() - started[1]
     timing = {"finished": now, "wall_seconds": round(wall, 3), "cpu_seconds": round(cpu, 3)}
     write_json(path.with_name("timing.json"), timing)
+    write_json(path, record.to_dict()) # Last: a killed run with a record has its time too
     # Of this run or of a killed one
     leftovers = [path.with_name("checkpoint.pt"), *path.parent.glob(".*.??*")]
     for leftover in leftovers: leftover.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_companion import PrivacyEngine
+from dp_companion.algorithms.attention import SplitAttention, split
 from dp_companion.algorithms.clipping import Flat
 from dp_companion.algorithms.private_step import PrivateStep
 
@@ -138,3 +139,29 @@ def test_attention_of_another_form_is_refused_and_the_advice_works(wrong):
                        "parameters than one projection; use batch_first=True, and leave out kdim"):
         clipped(nn.Sequential(layer), *data())
     assert clipped(Net(*CASES["attention"]).double(), *data()).isfinite().all()
+
+
+class AtItsThreshold(nn.Module):
+    "A ReLU whose input is zero to rounding, so that it turns between torch's way and the layers'."
+    def __init__(self, x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(256, 4, batch_first=True)
+        self.last = nn.Linear(256, 3)
+        for name, p in self.attention.named_parameters():
+            if "bias" in name: nn.init.normal_(p) # Added within the product on one way alone
+        with torch.no_grad():
+            self.ways = [self.attention(x, x, x)[0]]
+            with split([SplitAttention(self.attention)]): self.ways += [self.attention(x, x, x)[0]]
+        self.register_buffer("least", torch.minimum(*self.ways).amin(0))
+    def forward(self, x): return self.last((self.attention(x, x, x)[0] - self.least).relu().mean(1))
+
+
+def test_a_unit_that_turns_between_two_roundings_is_no_fault():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 64, 256, generator=draw).repeat(N, 1, 1)
+    model = AtItsThreshold(x)
+    assert not torch.equal(*model.ways)
+    step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), noise_multiplier=0.,
+                       clip_rule=Flat(max_grad_norm=C), expected_batch_size=N)
+    step(nn.CrossEntropyLoss(), x, torch.arange(N) % 3)

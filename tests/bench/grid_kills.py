@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,28 +18,16 @@ from pathlib import Path
 from dp_companion.papers.grids import grid_report, write_specs
 from dp_companion.training.grid import run_grid
 from dp_companion.training.records import record_path
-from dp_companion.training.spec import run_spec
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from grid_runs import CHECKOUT, digits_runs, workflow
 
-CHECKOUT = Path(__file__).parents[2]
 TO = CHECKOUT/"results/bench/grid_kills.csv"
 
 
-def grid_specs(count):
-    "Runs of three epochs on the digits, half a second to a second each."
-    return [run_spec(paper="global_adapt_v2", method="DP-SGD", clip_rule="flat", dataset="digits",
-                     model="mnist_cnn", accounting="as_printed", target_epsilon=1.,
-                     noise_multiplier=2., epochs=3, expected_batch_size=64, seed=seed)
-            for seed in range(count)]
-
-
-def workflow(folder, per_job, cores):
+def started(folder, per_job, cores):
     "The workflow in a process group of its own."
-    command = [sys.executable, "-m", "snakemake", "--snakefile", CHECKOUT/"workflow/Snakefile",
-               "--nolock", "--keep-going", "--keep-incomplete", "--rerun-incomplete",
-               "--rerun-triggers", "mtime", "--cores", str(cores), "--quiet", "all", "--config",
-               f"grid={folder/'grid'}", f"runs={folder/'runs'}", f"per_job={per_job}"]
-    return subprocess.Popen(command, cwd=folder, start_new_session=True, stderr=subprocess.STDOUT,
-                            stdout=(folder/"log.txt").open("a"))
+    return workflow(folder/"grid", folder/"runs", folder/"log.txt", "--cores", str(cores),
+                    per_job=per_job)
 
 
 def done(folder): return len(list((folder/"runs").glob("*/record.json")))
@@ -49,13 +36,13 @@ def done(folder): return len(list((folder/"runs").glob("*/record.json")))
 def killed_grid(folder, count, kills, per_job, cores):
     "Seconds that the grid took; each kill comes at a random number of records."
     chance, start = random.Random(0), time.monotonic()
-    process = workflow(folder, per_job, cores)
+    process = started(folder, per_job, cores)
     for at in sorted(chance.sample(range(count), kills)):
         while done(folder) <= at and process.poll() is None: time.sleep(.05)
         time.sleep(chance.uniform(0, 1)) # and at a random moment of a run
         if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        process = workflow(folder, per_job, cores)
+        process = started(folder, per_job, cores)
     if process.wait(): raise SystemExit((folder/"log.txt").read_text())
     return time.monotonic() - start
 
@@ -79,7 +66,7 @@ def own_seconds(specs, folder):
 
 def measured(folder, count, kills, per_job, cores):
     "One row of the table."
-    specs = grid_specs(count)
+    specs = digits_runs(count, epochs=3, expected_batch_size=64)
     write_specs(specs, folder/"grid")
     wall = killed_grid(folder, count, kills, per_job, cores)
     own = own_seconds(specs, folder)

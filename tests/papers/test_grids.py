@@ -4,7 +4,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,30 +13,13 @@ import pytest
 from dp_companion.papers.grids import grid_report, write_specs
 from dp_companion.training.grid import run_grid
 from dp_companion.training.records import record_path
-from dp_companion.training.spec import run_spec
+from grid_runs import CHECKOUT, digits_runs, workflow
 
 pytest.importorskip("snakemake")
-CHECKOUT = Path(__file__).parents[2]
 KILLS = 20
 
 
-def tiny_specs(count):
-    "Runs of one epoch on the digits, which differ by their seed."
-    return [run_spec(paper="global_adapt_v2", method="DP-SGD", clip_rule="flat", dataset="digits",
-                     model="mnist_cnn", accounting="as_printed", target_epsilon=1.,
-                     noise_multiplier=2., epochs=1, expected_batch_size=256, seed=seed)
-            for seed in range(count)]
-
-
-def workflow(grid, runs, log, *executor):
-    "The workflow, started in a process group of its own."
-    executor = executor or ("--cores", "2")
-    command = [sys.executable, "-m", "snakemake", "--snakefile", CHECKOUT/"workflow/Snakefile",
-               "--nolock", "--keep-going", "--keep-incomplete", "--rerun-incomplete",
-               "--rerun-triggers", "mtime", *executor, "--quiet", "all",
-               "--config", f"grid={grid}", f"runs={runs}", "per_job=4"]
-    return subprocess.Popen(command, cwd=log.parent, start_new_session=True,
-                            stdout=log.open("a"), stderr=subprocess.STDOUT)
+def tiny_specs(count): return digits_runs(count, epochs=1, expected_batch_size=256)
 
 
 def kill(process, whole_group, chance):

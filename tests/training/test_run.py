@@ -2,6 +2,8 @@
 import numpy as np
 import pytest
 import torch
+from dp_companion.training.records import write_json
+from dp_companion.training import run
 from dp_companion.training.spec import run_spec
 from dp_companion.training.training import train
 
@@ -87,3 +89,13 @@ def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
     assert torch.load(path, weights_only=True)["weights"].any() # torch does not see it
     with pytest.raises(ValueError, match="checkpoint must be whole"):
         read_checkpoint(path)
+
+
+def test_a_run_that_is_killed_before_its_record_has_its_time(tmp_path, monkeypatch):
+    def no_record(path, content):
+        if path.name == "record.json": raise KeyboardInterrupt
+        write_json(path, content)
+    monkeypatch.setattr(run, "write_json", no_record)
+    with pytest.raises(KeyboardInterrupt): short_run(tmp_path, monkeypatch, "cpu")
+    folder, = tmp_path.glob("*/timing.json")
+    assert not folder.with_name("record.json").exists()
