@@ -54,6 +54,13 @@ def test_generated_lines_are_short(root):
         assert [line for line in body.splitlines() if len(line) > 100] == [], name
 
 
+def test_no_caption_goes_on_with_a_word_of_nbdevs(root):
+    "nbdev takes the first word after each `#|` for a directive; ruff holds the width."
+    words = {"default_exp", "export", "exporti", "exports", "hide", "hide_line", "slow"}
+    for name, text in notebooks(root/"nbs").items():
+        assert not words & set(re.findall(r'"#\|  +(\w+)', text)), name
+
+
 def test_notebooks_are_clean(root, exported):
     assert different(notebooks(root/"nbs"),
                      notebooks(exported/"nbs")) == [], "run nbdev_clean and commit nbs/"

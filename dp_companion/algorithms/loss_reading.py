@@ -158,6 +158,7 @@ def read_loss(
         raise ValueError("loss must not have a term that depends on weights alone, got one; for a "
             "penalty on weights use the optimizer's weight_decay") from None
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #a276a249
 def _read(nodes:list, samples:int)->LossReading:
     if samples==1: return LossReading(1, None)
     found, todo = [], [(node, []) for node in nodes]
@@ -190,11 +191,11 @@ def _taken(x:Tensor, index:list, samples:int, lengths:set)->Tensor:
     if x.dim()==0: return x
     if len(x)==samples: return x[index]
     if len(x)%samples==0 and len(x) in lengths:
-        return x.unflatten(0, (samples, -1))[index].flatten(0,
-        1)
+        return x.unflatten(0, (samples, -1))[index].flatten(0, 1)
     places = [d for d, size in enumerate(x.shape) if size==samples]
     return x.index_select(places[0], torch.tensor(index, device=x.device)) if places else x
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #afe29472
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 _APART = {getattr(Tensor, f"{name}_"): getattr(torch, name)
     for name in ("mul", "div", "add", "sub")}
@@ -207,6 +208,7 @@ def _apart(func, args)->tuple: # (function, the tensor that its output is from n
         if func not in _APART or args[0].dim(): return func, None
     return _APART[func], args[0]
 
+# %% ../../nbs/algorithms/loss_reading.ipynb #afe29473
 class TracedOutput(Tensor):
     "An output of a recorded module, which says what is done with it."
     @classmethod

@@ -75,6 +75,7 @@ def _called(model, inputs):
     if isinstance(inputs, dict): return model(**inputs)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
+# %% ../../nbs/algorithms/nested_tensors.ipynb #bd3f2840
 def samples_of(inputs, index, batch_size:int): # `inputs` for some samples
     "The samples that an index picks; a tensor without the batch in front stays whole."
     def pick(x): return x[index] if x.dim() and len(x)==batch_size else x

@@ -484,6 +484,7 @@ def first_tensor(output)->Tensor: # Itself, or the first of a tuple or a list
     "What a module's parameters act on."
     return output[0] if isinstance(output, (tuple, list)) else output
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #3c8a765b
 class CallInput:
     "All that a module was called with; its tensors with the batch in front are rows."
     def __init__(self, args:tuple, kwargs:dict,

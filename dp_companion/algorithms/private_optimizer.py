@@ -45,7 +45,8 @@ class _Settings(torch.optim.Optimizer):
     clip_rule = _fixed("clip_rule", lambda self: self.private_step.clip_rule)
     noise_schedule = _fixed("noise_schedule", lambda self: self._noise_schedule)
     bound_schedule = _fixed("bound_schedule", lambda self: self._bound_schedule)
-    noise_multiplier = _fixed("noise_multiplier", lambda self: self.at(self._noise_schedule),
+    noise_multiplier = _fixed("noise_multiplier",
+        lambda self: self._noise_schedule.at(self.index(self._noise_schedule.unit)),
         "noise_schedule")
     max_grad_norm = _fixed("max_grad_norm", lambda self: self.clip_rule.max_grad_norm,
         "bound_schedule")
@@ -84,9 +85,9 @@ def __reduce_ex__(self:PrivateOptimizer, protocol):
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #c913c26a
 @patch
-def at(self:PrivateOptimizer, schedule:Schedule)->float:
-    "The value of a schedule at the next step."
-    return schedule.at(self.steps_taken if schedule.unit=="step" else self.epoch)
+def index(self:PrivateOptimizer, unit:str)->int: # Of the next step, from 0
+    "Where schedules that count a unit, step or epoch, are at the next step."
+    return self.steps_taken if unit=="step" else self.epoch
 
 @patch
 def drop(self:PrivateOptimizer):
@@ -114,7 +115,7 @@ def begin(self:PrivateOptimizer):
     self.batches.check_step()
     sigma, bounds = self.noise_multiplier, self.bound_schedule
     if bounds is not None:
-        moved = {bound_name(self.clip_rule): self.at(bounds)}
+        moved = {bound_name(self.clip_rule): bounds.at(self.index(bounds.unit))}
         self.private_step.clip_rule = replace(self.clip_rule, **moved)
     self.rule_before = self.clip_rule
     self.ledger.add_step(self.clip_rule, sigma, self.batches.plan.sample_rate)
@@ -155,14 +156,8 @@ def check_ready(self:PrivateOptimizer, groups:Tensor|None)->int: # The rows that
     return batch_size
 
 @patch
-def add_rows(self:PrivateOptimizer, batch_size:int, groups:Tensor|None):
-    "Add what was run back, and finish the step unless more of its batch will come."
-    self.check_rows_left(batch_size)
-    for p in self.recorder.slots: p.grad = None
-    if batch_size: self.private_step.add_recorded(groups)
-    self.recorder.clear()
-    skips = self.batches.current_pass.skips
-    if skips and skips.popleft(): return
+def finish(self:PrivateOptimizer):
+    "Finish the step whose batch is complete."
     self.check_all_rows()
     self.batches.end_step()
     self.rule_before = None
@@ -180,7 +175,13 @@ def step(self:PrivateOptimizer,
         with torch.enable_grad(): closure = closure()
     batch_size = self.check_ready(groups)
     if not self.private_step.is_begun: self.begin()
-    try: self.add_rows(batch_size, groups)
+    try:
+        self.check_rows_left(batch_size)
+        for p in self.recorder.slots: p.grad = None
+        if batch_size: self.private_step.add_recorded(groups)
+        self.recorder.clear()
+        skips = self.batches.current_pass.skips
+        if not (skips and skips.popleft()): self.finish() # Else more of its batch will come
     except BaseException:
         self.batches.current_pass.is_failed = True
         self.drop()

@@ -43,11 +43,7 @@ class StepReport:
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
 # %% ../../nbs/algorithms/private_step.ipynb #0f43ad05
-def _check_multiplier(sigma):
-    "Refuse what no noise can be multiplied by."
-    if not isinstance(sigma, Real) or not 0<=sigma<math.inf:
-        raise ValueError("noise_multiplier must be finite and >= 0, got "
-                         f"noise_multiplier={sigma!r}")
+_MULTIPLIER = "noise_multiplier must be finite and >= 0, got noise_multiplier={!r}"
 
 def check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size,
                    optimizer):
@@ -55,9 +51,9 @@ def check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physica
     if not isinstance(clip_rule, ClipRule):
         raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; "
                          "dp_companion.algorithms.clipping.clip_rule makes one from its name")
-    # Else each call gives one
-    if noise_multiplier is not None:
-        _check_multiplier(noise_multiplier)
+    sigma = 0 if noise_multiplier is None else noise_multiplier # None: each call gives one
+    if not isinstance(sigma, Real) or not 0<=sigma<math.inf:
+        raise ValueError(_MULTIPLIER.format(sigma))
     _whole("expected_batch_size", expected_batch_size)
     if max_physical_batch_size is not None:
         _whole("max_physical_batch_size", max_physical_batch_size)
@@ -183,7 +179,8 @@ def begin(self:PrivateStep,
 ):
     "Start a step; whatever an interrupted step left behind is dropped."
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-    _check_multiplier(sigma)
+    if not isinstance(sigma, Real) or not 0<=sigma<math.inf:
+        raise ValueError(_MULTIPLIER.format(sigma))
     check_trainable(self.model, self.recorder.slots, thorough=self.spot_check.is_due(2))
     self.step_multiplier, self.is_begun = float(sigma), True
     self.has_noise, self.is_counted = False, False

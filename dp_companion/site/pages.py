@@ -51,6 +51,7 @@ def _keep_exported(cell):
         cell.directives_["hide"] = []
     elif words: cell.metadata["tags"] = [*cell.metadata.get("tags", []), "exported"]
 
+# %% ../../nbs/site/pages.ipynb #5ac25ab0
 def process_notebook(
     notebook:Path, # A notebook as it was executed
 ): # nbdev's notebook object, with its front matter in `frontmatter_`
@@ -59,6 +60,7 @@ def process_notebook(
     from nbdev import processors as nbdev
     nb = read_nb(notebook)
     _split_title(nb)
+    for cell in nb.cells: cell.source = re.sub(r"\n#\|  +", " ", cell.source)
     processor = nbdev.NBProcessor(nb=nb, procs=[
         nbdev.FrontmatterProc, nbdev.populate_language, nbdev.strip_ansi, nbdev.hide_line,
         nbdev.filter_stream_, nbdev.rm_header_dash, nbdev.clean_show_doc, nbdev.rm_export,
