@@ -7,10 +7,8 @@ __all__ = []
 
 # %% ../../nbs/site/pages.ipynb #e33413a7
 import ast
-import io
 import os
 import re
-from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -220,27 +218,10 @@ def to_myst(
     return _outside_code(_outside_code(text, space), change, _FENCE)
 
 # %% ../../nbs/site/pages.ipynb #3387fec0
-_BOXES = "application/vnd.dp-companion.boxes+json" # as `figures.BOXES`
-
 def _stacked(data):
-    "HTML of a picture in panels, None of another."
-    svg = "".join(data.get("image/svg+xml", ""))
-    parts = re.findall(r'<svg class="panel.*?</svg>', svg, re.DOTALL)
-    if _BOXES in data: parts = _cut_out(data["image/png"], data[_BOXES])
+    "HTML of a picture in parts, None of another."
+    parts = re.findall(r'<svg class="panel.*?</svg>', "".join(data.get("image/svg+xml", "")), re.S)
     return f'<div class="panels">{"".join(parts)}</div>' if parts else None
-
-def _cut_out(png, boxes):
-    "The pieces of a picture, each as wide as it was."
-    from PIL import Image
-    picture = Image.open(io.BytesIO(b64decode("".join(png))))
-    size = [*picture.size]*2
-    for k, box in enumerate(boxes, 1):
-        out = io.BytesIO()
-        piece = picture.crop([round(share*n) for share, n in zip(box, size)])
-        piece.save(out, "PNG", optimize=True)
-        yield (f'<img alt="part {k} of {len(boxes)} of a figure" '
-               f'style="width: {99.9*(box[2] - box[0]):.2f}%" '
-               f'src="data:image/png;base64,{b64encode(out.getvalue()).decode()}">')
 
 # %% ../../nbs/site/pages.ipynb #509f1740
 _TAGS = {"code-fold": (True, "hide-input"), "echo": (False, "remove-input"),
