@@ -54,78 +54,59 @@ _IN_TAGS = [(r"\s+", " "), (r'(<g) id="[^"]*"', r"\1"), ("xlink:href", "href"),
             (r' transform="rotate\(-0 [^"]*"', ""), (r' ?font-family: [^;"]*;?', ""),
             ("#(000000|222222)", "currentColor"), ("(?<=[:;]) ", ""),
             ("#ffffff", "var(--pst-color-background,#fff)"), (r" ?\b([MLCQ]) (?=[-\d])", r"\1")]
-_AROUND = [("<!--.*?-->", ""), (r">\s+<", "><"),
-           *[(r"<g>(<[^<]*/>|<text[^<]*</text>)</g>", r"\1")]*3] # what a browser does not need
-
-def _rounded(found):
-    value = float(found[0])
-    return f"{round(value, 1 if value > 10 else 2):g}"
-
-def _smaller(text, patterns):
-    for pattern, short in patterns: text = re.sub(pattern, short, text)
-    return text
 
 def _small(svg):
-    "The same SVG in half of the bytes: to a tenth of a point, a style that is repeated once."
-    parts = re.split("(<[^>]*>)", _smaller(svg.strip(), _AROUND[:2]))
-    tags = [_smaller(re.sub(r"\d+\.\d+", _rounded, part), _IN_TAGS) if part[:1] == "<" else part
-            for part in parts]
+    "The same SVG in half of the bytes: four digits, a style that is repeated once."
+    parts = re.split("(<[^>]*>)", re.sub(r">\s+<", "><", svg.strip()))
+    for k, tag in enumerate(parts[1::2]):
+        tag = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.4g}", tag)
+        for pattern, short in _IN_TAGS: tag = re.sub(pattern, short, tag)
+        parts[2*k + 1] = tag
+    svg = re.sub(r"<g>(<[^<]*/>|<text[^<]*</text>)</g>", r"\1", "".join(parts))
     return re.sub(r'<use [^>]*(style="[^"]*")/>(?:<use [^>]*\1/>)+', lambda found:
-                  f"<g {found[1]}>{found[0].replace(found[1], '')}</g>",
-                  _smaller("".join(tags), _AROUND[2:]))
+                  f"<g {found[1]}>{found[0].replace(found[1], '')}</g>", svg)
 
 def _drawn(fig, salt):
     "SVG of each of the axes and of each legend of a figure."
     out = StringIO()
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         fig.savefig(out, format="svg", metadata={"Date": None})
-    groups = r'^  <g id="(?:axes|legend)_\d+">\n(.*?)^  </g>$'
+    groups = r'^  <g id="(?:axes|legend)_\d+">(.*?)^  </g>$'
     found = re.findall(groups, out.getvalue(), re.M|re.S)
     found[0] += "".join(re.findall("<clipPath.*?</clipPath>", out.getvalue(), re.S))
     return [_small(svg) for svg in found]
 
 # %% ../nbs/figures.ipynb #ddb5de74
-def _boxes(fig, axes):
-    "Left, top, right, bottom of each panel and legend, as shares of the picture."
-    fig.canvas.draw()
-    legends = [legend.get_window_extent() for legend in fig.legends]
-    panels, foot = [ax.get_tightbbox() for ax in axes], max([e.y1 for e in legends], default=0)
-    gaps = [(a.x1 + b.x0)/2 for a, b in pairwise(panels)]
-    found = [(a, foot, b, fig.bbox.height) for a, b in pairwise([0, *gaps, fig.bbox.width])]
-    size = fig.bbox.size[[0, 1, 0, 1]]
-    shares = [box/size for box in [*found, *(legend.extents for legend in legends)]]
-    return [[round(float(x), 4) for x in (a, 1 - d, b, 1 - c)] for a, c, b, d in shares]
-
 def _parts(fig, axes, kind=""):
     "SVG of a figure's parts: its panels and legends, or all of a single panel."
-    boxes, made = _boxes(fig, axes), _drawn(fig, kind)
-    if len(axes) == 1: made, boxes = ["".join(made)], [[0, 0, 1, 1]]
-    (width, height), says = 72*fig.get_size_inches(), [ax.get_ylabel() + " against "
-        + ax.get_xlabel() + f" {ax.get_title()}".rstrip() for ax in axes] + ["legend"]*len(boxes)
-    for (left, top, right, bottom), inside, said in zip(boxes, made, says):
-        x, y, w, h = left*width, top*height, (right - left)*width, (bottom - top)*height
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
-        yield (f'<svg class="panel part {kind}" {place} viewBox="{x:.1f} {y:.1f} {w:.1f} {h:.1f}" '
-               f'style="width:{99.9*w/width:.2f}%;max-width:{_DPI*w/72:.1f}px" role="img" '
-               f'aria-label="{escape(said)}">{inside}</svg>')
+    made, said = _drawn(fig, kind), [f"{ax.get_ylabel()} against {ax.get_xlabel()}" for ax in axes]
+    boxes = [part.get_tightbbox().padded(3) for part in (*axes, *fig.legends)]
+    if len(axes) == 1: made, boxes = ["".join(made)], [fig.bbox]
+    for box, inside, name in zip(boxes, made, [*said, *["legend"]*len(boxes)]):
+        corner = box.x0, fig.bbox.height - box.y1, box.width, box.height
+        share = box.width/fig.bbox.width
+        x, y, width, height = [f"{72*length/fig.dpi:.1f}" for length in corner]
+        yield (f'<svg class="panel part {kind}" x="{x}" y="{y}" width="{width}" height="{height}" '
+               f'viewBox="{x} {y} {width} {height}" style="width:{99.9*share:.2f}%;'
+               f'max-width:{_DPI*box.width/fig.dpi:.1f}px" stroke-linejoin="round" role="img" '
+               f'aria-label="{escape(name)}">{inside}</svg>')
 
 # %% ../nbs/figures.ipynb #ddb5de75
 def _lay_out_for_a_phone(fig, ax):
     "A figure of one panel as wide as a phone's column, its text of 9 points, its legend below."
-    rows = 0
+    height = max(2.5, .7*fig.get_figheight())
     for legend in filter(None, [ax.get_legend(), *fig.legends]):
         names = [textwrap.fill(text.get_text(), 40) for text in legend.get_texts()]
         columns = 1 + (max(map(len, names)) < 20)
         fig.legend(legend.legend_handles, names, ncols=columns, loc="outside lower center",
                    title=legend.get_title().get_text() or None)
-        rows += sum(name.count("\n") + 1 for name in names)/columns
+        height += .2*"\n".join([*names, ""]).count("\n")/columns
         legend.remove()
     names = [textwrap.fill(text.get_text(), 24) for text in ax.get_yticklabels()]
-    height = max(2.5, .7*fig.get_figheight())
-    if any("\n" in name for name in names):
+    if "\n" in "".join(names):
         ax.set_yticks(ax.get_yticks(), names)
-        height = max(height, 1 + .18*sum(name.count("\n") + 1 for name in names))
-    fig.set_size_inches(_PHONE/96, height + .2*rows)
+        height = max(height, 1 + .18*"\n".join(names).count("\n"))
+    fig.set_size_inches(_PHONE/96, height)
     ax.tick_params(labelsize=9)
     for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
         text.set_text(textwrap.fill(text.get_text(), 40))
@@ -134,11 +115,9 @@ def _lay_out_for_a_phone(fig, ax):
     ticks = [text.get_window_extent() for text in ax.get_xticklabels() if text.get_text()]
     if any(a.x1 > b.x0 for a, b in pairwise(ticks)): # names that cover each other stand upright
         plt.setp(ax.get_xticklabels(), rotation=90, ha="center")
-        fig.set_figheight(fig.get_figheight() + .8)
+        fig.set_figheight(height + .8)
 
 # %% ../nbs/figures.ipynb #ddb5de76
-_MOST = 60_000 # Characters of a figure as SVG; above, it is a PNG
-
 def svg_sheet(
     width:float, # Of the whole, in its own units
     height:float,
@@ -157,7 +136,7 @@ def _show(fig, axes):
     from IPython.display import SVG, display
     size, is_wide = 72*fig.get_size_inches(), len(axes) == 1 and _DPI*fig.get_figwidth() > 400
     parts = "".join(_parts(fig, axes, "wide" if is_wide else ""))
-    if len(parts) > _MOST: return plt.show()
+    if len(parts) > 60_000: return plt.show() # a PNG of very many marks is smaller
     if is_wide:
         _lay_out_for_a_phone(fig, axes[0])
         parts += "".join(_parts(fig, axes, 'narrow" display="none'))

@@ -2,6 +2,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -461,19 +462,32 @@ def test_a_page_says_what_its_notebook_says(built):
     assert "/home/me" not in json.dumps(downloaded)
 
 
+BOX = """::: {.callout-tip title="Holds"}
+- A half is less (Table 1); a third, too: by 3 points (thick digits, certified noise)
+- The sum is one: yes (digits)
+- No noise: yes (made up)
+:::
+
+Digits: 3 seeds."""
+
+
 def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clone):
     page = "papers/toy/experiments/halves"
     quarto = json.loads((clone/"_quarto.yml").read_text())
-    quarto["website"]["sidebar"]["contents"][0]["contents"] += [f"{page}.ipynb", "glossary.ipynb"]
+    quarto["website"]["sidebar"]["contents"][0]["contents"] += [
+        f"{page}.ipynb", "papers/toy/verdicts.ipynb", "glossary.ipynb"]
     (clone/"_quarto.yml").write_text(json.dumps(quarto))
     (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
                                       "git_url = https://host.example/toy\n")
-    (clone/"results/toy/digits").mkdir(parents=True)
+    for data in ("digits", "thick_digits"): (clone/"results/toy"/data).mkdir(parents=True)
     (clone/"results/index.csv").write_text("paper,file\n")
+    box = {"output_type": "display_data", "metadata": {}, "data": {"text/markdown": BOX}}
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
     write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits.",
-                                               ("verdict_box([])",), "The rest."])
+                                               ("verdict_box([])", [box]), "The rest."])
+    write_notebook(clone/"nbs/papers/toy/verdicts.ipynb", [
+        "# Judges", "## Halves and thirds", ('CLAIMS = {"A half is less "\n  "(Table 1)": 0}',)])
     out = build(clone)
     text = (out/f"{page}.html").read_text()
     assert 'One <abbr title="An &lt;b&gt;.">audit</abbr>, ' in text and text.count("<abbr") == 1
@@ -481,7 +495,15 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     assert f"--only</span> <span class=\"pre\">{page}" in text
     assert "../../../_files/results/index.csv" in text
     assert f"https://host.example/toy/edit/main/nbs/{page}.ipynb" in text
-    assert '"https://host.example/toy/tree/main/results/toy/digits">digits</a>' in text
+    items = [" ".join(item.split()) for item in re.findall("<li>(.*?)</li>", text, re.S)]
+    links = [dict((name, url) for url, name in re.findall('href="(.*?)">(\\w+)</a>', item))
+             for item in items if "derivation" in item]
+    runs = "https://host.example/toy/tree/main/results/toy"
+    assert links == [
+        {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_digits",
+         "command": "#rerun"},
+        {"derivation": "../verdicts.html", "runs": f"{runs}/digits", "command": "#rerun"},
+        {"derivation": "../verdicts.html", "runs": "#rerun", "command": "#rerun"}]
     assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
 
@@ -574,16 +596,6 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
         assert found == whole or "Changed" in (out/"index.html").read_text()
     build(clone)
     assert "Changed" in (out/"index.html").read_text() and beside(clone) == []
-
-
-def test_what_is_no_leftover_of_a_build_stays(tmp_path):
-    from dp_companion.site.site import _clear_leftovers
-    names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True,
-             ".publicity-old-999999999": True, ".public-building-999999999": False,
-             ".public-old-999999999": False}
-    for name in names: (tmp_path/name).mkdir()
-    _clear_leftovers(tmp_path/"public")
-    assert {name: (tmp_path/name).exists() for name in names} == names
 
 
 def test_quarto_gets_a_project_that_lists_what_is_there(clone, monkeypatch):
