@@ -13,7 +13,7 @@ from html import escape
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
-from ..figures import PALETTE
+from ..figures import PALETTE, svg_sheet
 from .tables import epsilon_text, metric_of, runs_at, short_name
 from ..training.paired import compared, same_seeds
 
@@ -204,10 +204,6 @@ def _panel(title, of, xlabel):
     lines += [_words(175, foot + 34, xlabel), "</g>"]
     return foot + 16*len(heads) + 48, "".join(lines)
 
-def _sheet(width, height, inside):
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'color="#222"><rect width="100%" height="100%" fill="#fff"/>{inside}</svg>')
-
 def _ends(d): return () if math.isnan(d.half) else (d.mean - d.half, d.mean + d.half)
 
 def _words(x, y, text, anchor="middle", more=""):
@@ -236,7 +232,7 @@ def forest(
                          f'viewBox="0 0 350 {height}" {_FONT}>{inside}</svg>')
         y += max(height for height, _ in drawn[at:at + 2])
     width = 350 if len(drawn) == 1 else 720
-    display(SVG(_sheet(width, y, "".join(parts))))
+    display(SVG(svg_sheet(width, y, "".join(parts))))
 
 # %% ../../nbs/papers/verdicts.ipynb #49875f39
 _MARKS = {"certified": '<path d="M-6-6h12v12h-12z" fill="#009e73"/>',
@@ -296,4 +292,4 @@ def ruler(
     from IPython.display import SVG
     turned = {name: three[::-1] for name, three in rows.items()}
     both = _ruler(turned, True) + _ruler(turned, False)
-    return SVG(_sheet(860, 58 + 30*len(rows), both))
+    return SVG(svg_sheet(860, 58 + 30*len(rows), both))

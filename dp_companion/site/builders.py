@@ -16,10 +16,9 @@ from html import escape
 from pathlib import Path
 
 import yaml
-from tqdm import tqdm
 
 from .drafts import Draft, citation, cite_box, notice, sidebar_pages
-from .pages import SiteError, code_cell, link_up, markdown_cell
+from .pages import SiteError, code_cell, heading_anchor, link_up, markdown_cell
 from .pages import shown_outputs, to_myst
 from .tooltips import explain_terms, glossary_terms
 
@@ -71,13 +70,10 @@ def _copy_looks(root, folder):
     return names
 
 def _script_cells(draft, page):
-    "The page's own JavaScript, `nbs/<page>.js`, as the output of a cell without source."
+    "The page's own JavaScript, `nbs/<page>.js`."
     file = draft.inputs.root/"nbs"/f"{page}.js"
     if not file.is_file(): return []
-    html = f"<script>\n{file.read_text(encoding='utf-8')}</script>"
-    output = {"output_type": "display_data", "metadata": {}, "data": {"text/html": html}}
-    return [{"cell_type": "code", "metadata": {"tags": ["remove-input"]}, "execution_count": None,
-             "source": "#| echo: false", "outputs": [output]}]
+    return [markdown_cell(f"<script>\n{file.read_text(encoding='utf-8')}</script>")]
 
 def _terms(draft, page):
     "The glossary's terms that a page may explain; the glossary explains them all itself."
@@ -90,22 +86,55 @@ def _origin_after(draft, page):
     boxes = (c for c in cells if c.cell_type == "code" and "verdict_box(" in c.source)
     return next(boxes, cells[-1])
 
+# %% ../../nbs/site/builders.ipynb #33d99a8d
+def _stored(draft, path, kind="tree"):
+    "Where the repository shows a path, at its commit if that is known."
+    url, root = draft.inputs.settings.get("git_url"), draft.inputs.root
+    asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
+    place = "" if asked.returncode or kind == "edit" else asked.stdout.strip()
+    return f"{url}/{kind}/{place or draft.inputs.settings.get('branch')}/{path}" if url else ""
+
 def _origin_cells(draft, page):
-    "Its notebook, the command that runs it, what judges it, its records, where to edit it."
+    "Its notebook, the command that runs it, its records, where to edit it."
     if "/experiments/" not in page: return []
-    file, records = f"nbs/{page}.ipynb", draft.inputs.root/"results/index.csv"
-    up = "../"*(page.count("/") + 1)
-    told = [f"made from `{file}`", f"run by `dp-companion reproduce --only {page}`"]
-    judge = page.partition("/experiments/")[0] + "/verdicts"
-    if judge in draft.pages: told.append("[how each claim is judged](../verdicts.ipynb)")
-    if records.is_file(): told.append(f"[the committed records]({up}results/index.csv)")
-    url, branch = (draft.inputs.settings.get(name) for name in ("git_url", "branch"))
-    paper = f"results/{page.split('/')[1]}"
-    places = [p for p in sorted((draft.inputs.root/paper).glob("*/")) if url]
-    folders = [f"[{p.name}]({url}/tree/{branch}/{paper}/{p.name})" for p in places]
-    if folders: told.append(f"records of {', '.join(folders)}")
-    if url: told.append(f"[edit this page]({url}/edit/{branch}/{file})")
-    return [markdown_cell(link_up(f"**This page:** {'; '.join(told)}.", page, draft.site))]
+    told = [f"made from `nbs/{page}.ipynb`", f"run by `dp-companion reproduce --only {page}`",
+            f"[the committed records]({'../'*(page.count('/') + 1)}results/index.csv)"]
+    edit = _stored(draft, f"nbs/{page}.ipynb", "edit")
+    if edit: told.append(f"[edit this page]({edit})")
+    text = f'<span id="rerun"></span>**This page:** {"; ".join(told)}.'
+    return [markdown_cell(link_up(text, page, draft.site))]
+
+def _derivation(draft, page, claim):
+    "The section of its paper's verdicts that judges a claim."
+    folder, verdicts = page.split("/experiments/")[0], "verdicts"
+    for other in (name for name in draft.pages if re.match(f"{folder}/.*verdicts$", name)):
+        verdicts, heading = Path(other).name, ""
+        for cell in draft.pages[other].cells:
+            if cell.cell_type == "markdown":
+                heading = [heading, *re.findall("^#+ (.*)$", cell.source, re.M)][-1]
+            elif heading and claim in re.sub(r'"\s*"', "", cell.source):
+                return f"../{verdicts}.ipynb#{heading_anchor(heading)}"
+    return f"../{verdicts}.ipynb" if f"{folder}/{verdicts}" in draft.pages else ""
+
+def _runs(draft, page, where):
+    "The committed runs on the data that a claim names, else of its paper."
+    place = f"results/{page.split('/')[1]}"
+    said = {*re.findall(r"\w+", where.lower().replace("-", "").replace("rare", "unbalanced"))}
+    folders = [f.name for f in (draft.inputs.root/place).glob("*/")]
+    if not said & {*"_".join(folders).split("_")}: return "" # not committed
+    found = [name for name in folders if {*name.split("_")} <= said]
+    best = [name for name in found if not any(name in other for other in {*found} - {name})]
+    return _stored(draft, f"{place}/{best[0]}" if len(best) == 1 else place)
+
+def _with_links(draft, page, text):
+    "A verdict box whose claims link to their derivation, runs and command."
+    def linked(line):
+        claim, where = re.match(r"- (.*?)(?:; .*|): ", line[0])[1], line[0].rpartition(" (")[2]
+        links = {"derivation": _derivation(draft, page, claim),
+                 "runs": _runs(draft, page, where) or "#rerun", "command": "#rerun"}
+        return f"{line[0]} – " + " · ".join(f"[{k}]({url})" for k, url in links.items() if url)
+    if "/experiments/" not in page or "::: {.callout-" not in text: return text
+    return re.sub("^- .*?: .*$", linked, text, flags=re.M)
 
 # %% ../../nbs/site/builders.ipynb #450acae9
 def _quarto_cells(draft, page):
@@ -117,7 +146,8 @@ def _quarto_cells(draft, page):
         if cell.cell_type == "markdown":
             made["source"] = explain_terms(convert(cell.source), terms)
         if cell.cell_type == "code":
-            outputs = shown_outputs(cell.get("outputs", []), convert)
+            outputs = shown_outputs(cell.get("outputs", []), lambda text: convert(
+                _with_links(draft, page, text)))
             made |= {"outputs": outputs, "execution_count": None}
         cells.append(made)
         if cell is origin_after: cells += _origin_cells(draft, page)
@@ -203,7 +233,9 @@ def _sphinx_cells(draft, page):
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cells.append(markdown_cell(explain_terms(convert(cell.source), terms)))
-        elif cell.cell_type == "code": cells += code_cell(cell, draft.site.labels[page], convert)
+        elif cell.cell_type == "code":
+            cells += code_cell(cell, draft.site.labels[page], lambda text: convert(
+                _with_links(draft, page, text)))
         if cell is origin_after: cells += _origin_cells(draft, page)
     return cells + _script_cells(draft, page)
 
@@ -284,17 +316,13 @@ def run_sphinx(
     out:Path, # Where the pages go
 )->None:
     "Build the pages with Sphinx, and fail if a page is broken."
-    log, errors = folder/"_warnings.txt", folder/"_errors.txt"
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-N", "-j", "auto",
-               "-d", folder/"_doctrees", "-w", log, folder, folder/"_html/pages"]
-    with open(errors, "w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        for _ in tqdm(process.stdout, desc="site", unit=" steps", disable=None, leave=False): pass
-        process.wait()
+    log = folder/"_warnings.txt"
+    process = subprocess.run([sys.executable, "-m", "sphinx", "-b", "html", "-N", "-j", "auto",
+        "-d", folder/"_doctrees", "-w", log, folder, folder/"_html/pages"], capture_output=True,
+        text=True)
     if process.returncode:
-        said = [line for line in errors.read_text(encoding="utf-8").splitlines() if line]
-        raise SiteError(f"Sphinx stopped with status {process.returncode}: "
-                        f"{' '.join(said[-3:]) or 'no reason given'}")
+        said = process.stderr.split("\n") if process.stderr else ["no reason given"]
+        raise SiteError(f"Sphinx stopped with status {process.returncode}: {' '.join(said[-4:])}")
     warnings = log.read_text(encoding="utf-8") if log.is_file() else ""
     broken = _broken_places(warnings, folder)
     if broken: raise SiteError(first_of(broken))

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from .page_keys import execution_key, is_experiment, is_kept, page_parameters
-from .parameters import check_parameters, check_reported
+from .parameters import check_reported
 from ..training.records import LISTED, read_record, write_json
 
 # %% ../../nbs/site/notebooks.ipynb #1b819dd2
@@ -27,7 +27,6 @@ def execute(
 )->bool: # Whether it was executed
     "Execute one notebook by papermill, unless its page is current."
     parameters = parameters or {}
-    check_parameters(notebook, parameters)
     key, runs = execution_key(notebook, parameters), Path(parameters.get("runs", "runs"))
     if _is_current(target, key, runs): return False
     if key in (committed or {}).values():
@@ -107,7 +106,7 @@ def _executed(jobs, workers, *, desc="pages", **options):
     # How many processes a page of a grid may start: its share of the cores
     os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(1, os.cpu_count()//workers)))
     run = Parallel(n_jobs=workers, return_as="generator_unordered", pre_dispatch=workers)
-    done = run(delayed(_try)(*job, **options) for job in sorted(jobs, key=_expected, reverse=True))
+    done = run(delayed(_try)(*job, **options) for job in sorted(jobs, key=_size, reverse=True))
     with tqdm(done, total=len(jobs), desc=desc, unit="notebook") as bar:
         for notebook, target, failure in bar:
             bar.set_postfix_str(f"{notebook.stem}{' FAILED' if failure else ''}")
@@ -119,12 +118,7 @@ def _try(notebook, target, parameters, **options):
     except Exception as error: return notebook, target, str(error) or type(error).__name__
     return notebook, target, None
 
-def _expected(job):
-    "Seconds that a job took the last time, else a guess from its slow cells."
-    notebook, target, _ = job
-    try: return _read(target)["metadata"]["papermill"]["duration"]
-    except (OSError, ValueError, KeyError): pass
-    return 5 + 20*sum("#| slow" in "".join(cell["source"]) for cell in _read(notebook)["cells"])
+def _size(job): return job[0].stat().st_size # with its cells grows the time that a page takes
 
 def _report(failures, total):
     "Raise one sentence if notebooks failed."
@@ -238,17 +232,14 @@ def _write_keys(source, keys, pages):
     write_json(source.parent/"results"/"pages.json", {n: keys[n] for n in pages if n in keys})
 
 # %% ../../nbs/site/notebooks.ipynb #d86d79bf
-_COLOURS = 128 # of a picture's palette; with fewer, the lines of one picture share colours
-
 def _smaller_picture(png):
     "A PNG, in base64, in few colours: about a third of the bytes."
     import base64
     import io
     from PIL import Image
     image, out = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
-    if image.mode == "P": return png # it has a palette already
-    small = image.convert("RGB").quantize(_COLOURS, kmeans=3, dither=Image.Dither.NONE)
-    small.save(out, "PNG", optimize=True)
+    if image.mode != "P": image = image.convert("RGB").quantize(128, kmeans=3, dither=0)
+    image.save(out, "PNG", optimize=True)
     return base64.b64encode(out.getvalue()).decode()
 
 def _steady_table(html):

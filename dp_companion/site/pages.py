@@ -7,10 +7,8 @@ __all__ = []
 
 # %% ../../nbs/site/pages.ipynb #e33413a7
 import ast
-import io
 import os
 import re
-from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -170,7 +168,6 @@ def link_up(
 # %% ../../nbs/site/pages.ipynb #8d7a6671
 _CALLOUT = re.compile(r'^([ >]*)(:{3,}) *\{\.callout-(\w+)([^}\n]*)\}[ \t]*$'
                       r'(?:\n(?:[ >]*\n)*[ >]*#+ +(.+)$)?', re.MULTILINE)
-_DIV = re.compile(r"^([ >]*)(:{3,}) *\{([.#][^}\n]*)\}[ \t]*$", re.MULTILINE)
 _HEADING = re.compile(r"^(#{1,6}) +(.+?)[ \t]*(?:\{#([\w.:-]+)[^}\n]*\})?[ \t]*$", re.MULTILINE)
 
 def _callout(found):
@@ -179,10 +176,16 @@ def _callout(found):
     if not title: return f"{indent}{colons}{{{kind}}}"
     return f"{indent}{colons}{{admonition}} {title}\n{indent}:class: {kind}"
 
+def heading_anchor(
+    text:str, # Of a heading
+)->str:
+    "The anchor that Quarto gives a heading."
+    words = re.sub(r"[^\w\s.-]", "", re.sub(r"\$[^$]*\$", "", text.lower()))
+    return re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", words.strip()))
+
 def _heading(found):
     from docutils.nodes import make_id
-    words = re.sub(r"[^\w\s.-]", "", re.sub(r"\$[^$]*\$", "", found[2].lower()))
-    anchor = found[3] or re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", words.strip()))
+    anchor = found[3] or heading_anchor(found[2])
     span = f'<span id="{anchor}"></span>\n\n' if anchor and anchor != make_id(found[2]) else ""
     return f"{span}{found[1]} {found[2]}"
 
@@ -202,13 +205,6 @@ def _display(found, page):
     return f"{before}{equation}\n{mark.rstrip()}" + (f"\n{mark}{rest}" if rest else "")
 
 # %% ../../nbs/site/pages.ipynb #3dbf5b15
-_FIGURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)\{#(fig-[\w-]+)[^}\n]*\}")
-_TABLE = re.compile(r"^:[ \t]+(.+?)[ \t]*\{#(tbl-[\w-]+)[^}\n]*\}", re.MULTILINE)
-
-def _div(found):
-    names = re.findall(r"[.]([-0-9A-Za-z_]+)", found[3])
-    return f"{found[1]}{found[2]}{{container}} {' '.join(names)}"
-
 def to_myst(
     text:str, # Quarto's Markdown, with its links already made
     page:str, # The page that it stands on
@@ -216,38 +212,17 @@ def to_myst(
     "The same Markdown as MyST writes it."
     def space(piece): return re.sub(_DISPLAY, lambda found: _display(found, page), piece)
     def change(piece):
-        piece = re.sub(_HEADING, _heading, re.sub(_DIV, _div, re.sub(_CALLOUT, _callout, piece)))
-        piece = re.sub(_FIGURE, r'<span id="\3"></span>\n\n![\1](\2)\n\n*\1*', piece)
-        return re.sub(_TABLE, r'<span id="\2"></span>*\1*', piece)
+        return re.sub(_HEADING, _heading, re.sub(_CALLOUT, _callout, piece))
     return _outside_code(_outside_code(text, space), change, _FENCE)
 
 # %% ../../nbs/site/pages.ipynb #3387fec0
-_BOXES = "application/vnd.dp-companion.boxes+json" # as `figures.BOXES`
-
 def _stacked(data):
-    "HTML of a picture in panels, None of another."
-    svg = "".join(data.get("image/svg+xml", ""))
-    parts = re.findall(r'<svg class="panel.*?</svg>', svg, re.DOTALL)
-    if _BOXES in data: parts = _cut_out(data["image/png"], data[_BOXES])
+    "HTML of a picture in parts, None of another."
+    parts = re.findall(r'<svg class="panel.*?</svg>', "".join(data.get("image/svg+xml", "")), re.S)
     return f'<div class="panels">{"".join(parts)}</div>' if parts else None
 
-def _cut_out(png, boxes):
-    "The pieces of a picture, each as wide as it was."
-    from PIL import Image
-    picture = Image.open(io.BytesIO(b64decode("".join(png))))
-    size = [*picture.size]*2
-    for k, box in enumerate(boxes, 1):
-        out = io.BytesIO()
-        piece = picture.crop([round(share*n) for share, n in zip(box, size)])
-        piece.save(out, "PNG", optimize=True)
-        yield (f'<img alt="part {k} of {len(boxes)} of a figure" '
-               f'style="width: {99.9*(box[2] - box[0]):.2f}%" '
-               f'src="data:image/png;base64,{b64encode(out.getvalue()).decode()}">')
-
 # %% ../../nbs/site/pages.ipynb #509f1740
-_TAGS = {"code-fold": (True, "hide-input"), "echo": (False, "remove-input"),
-         "output": (False, "remove-output"), "include": (False, "remove-cell")}
-_WIDGET = "application/vnd.jupyter.widget-view+json"
+_TAGS = {"code-fold": (True, "hide-input"), "echo": (False, "remove-input")}
 
 def _cell_options(source):
     "The `#|` options at the head of a code cell, and its source without them."
@@ -263,15 +238,14 @@ def shown_outputs(
     outputs:list, # Outputs of an executed cell
     convert, # What to do with Markdown
 )->list:
-    "Outputs for a page: no progress bars, warnings, widgets, and no headings of `show_doc`."
+    "Outputs for a page: no progress bars and warnings; headings are bold."
     shown = []
     for output in outputs:
         data = output.get("data", {})
-        if output.get("name") == "stderr" or _WIDGET in data: continue
+        if output.get("name") == "stderr": continue
         if html := _stacked(data): output = {**output, "data": {"text/html": html}}
         if "text/markdown" in data:
-            text = re.sub(r"^---\s*$", "", "".join(data["text/markdown"]), flags=re.MULTILINE)
-            text = re.sub(r"^#+ +(.*)$", r"**\1**", text, flags=re.MULTILINE)
+            text = re.sub(r"^#+ +(.*)$", r"**\1**", "".join(data["text/markdown"]), flags=re.M)
             output = {**output, "data": {**data, "text/markdown": convert(text)}}
         shown.append(output)
     return shown
@@ -311,8 +285,7 @@ def _has_panels(outputs):
     return any('<div class="panels' in str(out.get("data")) for out in outputs)
 
 # %% ../../nbs/site/pages.ipynb #3df4cc61
-_LATEX = [(r"\\(begin|end)\{aligned\}", r"\\\1{split}"), (r"\\not=", r"\\ne "),
-          (r"\\begin\{gathered\}", r"\\begin{array}{c}"), (r"\\end\{gathered\}", r"\\end{array}")]
+_LATEX = [(r"\\(begin|end)\{aligned\}", r"\\\1{split}")]
 _LIMITS = (r"\\(min|max|sup|inf|argmin|argmax|lim)_", r"\\\1\\limits_") # for display alone
 
 def _mathml(latex, display="inline"):

@@ -12,33 +12,6 @@ import json
 import os
 from pathlib import Path
 
-# %% ../../nbs/site/parameters.ipynb #7afe5bde
-def declared_parameters(
-    notebook:Path, # A notebook with a cell tagged `parameters`, or without one
-)->dict: # Name to default value
-    "The parameters that `notebook` declares."
-    cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
-    tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
-    statements = ast.parse("".join(tagged[0]["source"])).body if tagged else []
-    return {s.targets[0].id: ast.literal_eval(s.value) for s in statements
-            if isinstance(s, ast.Assign)}
-
-# %% ../../nbs/site/parameters.ipynb #3cca4fe9
-def check_parameters(
-    notebook:Path, # The notebook
-    parameters:dict, # Names and values meant for it
-):
-    "Raise if `notebook` does not declare a parameter, or declares it with another type."
-    declared = declared_parameters(notebook)
-    for name, value in parameters.items():
-        if name not in declared:
-            raise ValueError(f"parameter must be one of {', '.join(declared) or 'none'} "
-                             f"in {notebook}, got {name!r}")
-        kind = type(declared[name])
-        if type(value) is not kind:
-            raise ValueError(f"parameter {name} must be of type {kind.__name__} in {notebook}, "
-                             f"got {name}={value!r}")
-
 # %% ../../nbs/site/parameters.ipynb #9816fc94
 _REPORTED = "application/vnd.dp-companion.parameters+json" # the type of that output
 

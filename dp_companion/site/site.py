@@ -96,20 +96,10 @@ def _is_current(inputs, builder, out):
     return mark["hash"] == _inputs_hash(inputs, builder, mark["linked"])
 
 # %% ../../nbs/site/site.ipynb #7b362e80
-def _clear_leftovers(out):
-    "Remove what killed builds left beside `out`."
-    for left in out.parent.glob(f".{out.name}-*"):
-        if not re.fullmatch(rf"\.{re.escape(out.name)}-(building|old)-\d+", left.name): continue
-        try: os.kill(int(left.name.rpartition("-")[2]), 0)
-        except PermissionError: continue # somebody else's process, and alive
-        except (ValueError, OSError): shutil.rmtree(left, ignore_errors=True)
-
-def _swap(fresh, out):
+def _swap(fresh, old, out):
     "Put a whole site in its place; for an instant there is none."
-    old = out.with_name(f".{out.name}-old-{os.getpid()}")
     if out.exists(): out.rename(old)
     fresh.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
 
 def _repo_root():
     "The nearest folder, from the working directory up, that holds `_quarto.yml` and `nbs/`."
@@ -151,10 +141,11 @@ def build_site(
     if _is_current(inputs, builder, out): return out
     if out.exists() and not (out/_MARK).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise SiteError(f"out must be a new folder or a site built before, got out={out}")
-    _clear_leftovers(out)
-    fresh = out.with_name(f".{out.name}-building-{os.getpid()}")
+    beside = fresh, old = [out.with_name(f".{out.name}-{name}") for name in ("building", "old")]
+    for left in beside: shutil.rmtree(left, ignore_errors=True) # by a build that was killed
     try:
         _build(inputs, builder, fresh)
-        _swap(fresh, out)
-    finally: shutil.rmtree(fresh, ignore_errors=True)
+        _swap(fresh, old, out)
+    finally:
+        for left in beside: shutil.rmtree(left, ignore_errors=True)
     return out

@@ -21,17 +21,11 @@ def glossary_terms(
     "The terms of the glossary that are words, without what follows in brackets."
     if notebook is None: return {}
     cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
-    found = [line for cell in cells if cell["cell_type"] == "code"
-             for line in _lines("".join(cell["source"]))]
-    words = {re.split(r" \(|, ", term)[0]: meaning for terms in found for term, _, meaning in terms}
+    found = [re.search(r"^terms = (\[.*?\),?\n?\])", "".join(cell["source"]), re.M|re.S)
+             for cell in cells if cell["cell_type"] == "code"]
+    listed = [row for terms in filter(None, found) for row in ast.literal_eval(terms[1])]
+    words = {re.split(r" \(|, ", term)[0]: meaning for term, _, meaning in listed}
     return {word.lower(): meaning for word, meaning in words.items() if len(word) > 1}
-
-def _lines(source):
-    "What a cell assigns to `terms`."
-    if not re.search(r"^terms = \[", source, re.MULTILINE): return
-    for line in ast.parse(source).body:
-        if isinstance(line, ast.Assign) and line.targets[0].id == "terms":
-            yield ast.literal_eval(line.value)
 
 # %% ../../nbs/site/tooltips.ipynb #cae0b66c
 _LEFT = "|".join([_FENCE, r"(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`)", r"\$\$.+?\$\$",

@@ -2,6 +2,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from dp_companion.figures import figure
 from dp_companion.papers.verdicts import Difference, forest
 from dp_companion.site.drafts import read_inputs
 from dp_companion.site.pages import SiteError
@@ -46,6 +48,18 @@ def forest_output():
     return {"output_type": "display_data", "metadata": {}, "data": {"image/svg+xml": svg}}
 
 
+def figure_output(panels):
+    "What a notebook keeps of a figure."
+    with (mock.patch("IPython.display.display") as display,
+          mock.patch("matplotlib.pyplot.get_backend", return_value="inline"),
+          figure("epoch", "loss (nats)", panels=panels, width=7 if panels == 1 else 9) as axes):
+        for ax in [axes] if panels == 1 else axes:
+            ax.plot([1, 2, 3], [2, 1, .5], label="step decay")
+            ax.legend(fontsize=5)
+    return {"output_type": "display_data", "metadata": {},
+            "data": {"image/svg+xml": display.call_args[0][0].data}}
+
+
 INDEX = ["# Toy\n\n> Two pages with $x$.", "See [the limits](budgets/toy.ipynb#what-s-left), "
          "`half`, @eq-half and @fig-half, and [the settings](../settings.ini)."]
 TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.",
@@ -59,7 +73,8 @@ TOY = [("#| default_exp budgets.toy",), "# Halves\n\n> Half of everything.",
        ("#| label: fig-half\n#| fig-cap: Half of it, by @eq-half.\n#| code-fold: true\nplot()", [
            {"output_type": "display_data", "metadata": {}, "data": {"image/png": ONE_PIXEL}},
            {"output_type": "stream", "name": "stderr", "text": ["/home/me/x.py: UserWarning"]}]),
-       ("#| label: fig-forest\n#| fig-cap: Two panels.\nforest()", [forest_output()])]
+       ("#| label: fig-forest\n#| fig-cap: Two panels.\nforest()", [forest_output()]),
+       ("one()", [figure_output(1)]), ("three()", [figure_output(3)])]
 
 
 def write_notebook(path, cells, **metadata):
@@ -225,9 +240,10 @@ SCROLLERS = """[...document.querySelectorAll('.bd-article pre, .bd-article table
 CUT = """[...document.querySelectorAll('.bd-article img, .bd-article svg')]
   .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
   .map(e => e.alt || e.getAttribute('aria-label') || e.src)"""
-SMALL = """[...document.querySelectorAll('.bd-article svg text')].filter(t => t.innerHTML.trim())
-  .map(t => [t.textContent, parseFloat(getComputedStyle(t).fontSize)*t.getScreenCTM().a])
-  .filter(([text, pixels]) => pixels > 0 && pixels < 12).map(([text, pixels]) =>
+SMALL = """[...document.querySelectorAll('.bd-article svg text')].filter(t => t.checkVisibility())
+  .map(t => [t.textContent, parseFloat(getComputedStyle(t).fontSize)
+    *Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)])
+  .filter(([text, pixels]) => pixels < 12).map(([text, pixels]) =>
     `${pixels.toFixed(1)} ${text}`)"""
 COLLECT = """({
   anchors: [...document.querySelectorAll('[id], a[name]')].map(e => e.id || e.name),
@@ -296,7 +312,7 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
 @pytest.mark.browser
 @needs_browser
 def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
-    script = """[...document.querySelectorAll('.panels > svg')]
+    script = """[...document.querySelectorAll('.panels > svg:not(.part)')]
         .map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"""
     with serve(built) as address:
         browser.view(1400)
@@ -307,6 +323,25 @@ def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
         (left, _, right, bottom), (left_2, top_2, right_2, _) = browser.evaluate(script)
         assert left == left_2 and bottom < top_2 and max(right, right_2) <= 390
         assert min(right - left, right_2 - left_2) > 320
+
+
+@pytest.mark.browser
+@needs_browser
+def test_a_figure_has_a_layout_for_a_phone_and_text_of_9_points_on_both(built, browser):
+    script = """[...document.querySelectorAll('.panels > .part')].filter(e => e.checkVisibility())
+        .map(e => [e.classList[2] || 'panel', e.getBoundingClientRect()])
+        .map(([kind, box]) => [kind, box.width, box.top])"""
+    with serve(built) as address:
+        found = {}
+        for width in (1400, 390):
+            browser.view(width)
+            browser.open(f"{address}/budgets/toy.html")
+            assert browser.evaluate(SMALL) == []
+            found[width] = browser.evaluate(script)
+    assert [kind for kind, *_ in found[1400]] == ["wide", *["panel"]*3]
+    assert [kind for kind, *_ in found[390]] == ["narrow", *["panel"]*3]
+    assert found[1400][0][1] > 600 > 390 > found[390][0][1] >= 320
+    assert [len({top for *_, top in found[width][1:]}) for width in found] == [1, 3] # stacked
 
 
 @pytest.mark.browser
@@ -427,19 +462,32 @@ def test_a_page_says_what_its_notebook_says(built):
     assert "/home/me" not in json.dumps(downloaded)
 
 
+BOX = """::: {.callout-tip title="Holds"}
+- A half is less (Table 1); a third, too: by 3 points (thick digits, certified noise)
+- The sum is one: yes (digits)
+- No noise: yes (made up)
+:::
+
+Digits: 3 seeds."""
+
+
 def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clone):
     page = "papers/toy/experiments/halves"
     quarto = json.loads((clone/"_quarto.yml").read_text())
-    quarto["website"]["sidebar"]["contents"][0]["contents"] += [f"{page}.ipynb", "glossary.ipynb"]
+    quarto["website"]["sidebar"]["contents"][0]["contents"] += [
+        f"{page}.ipynb", "papers/toy/verdicts.ipynb", "glossary.ipynb"]
     (clone/"_quarto.yml").write_text(json.dumps(quarto))
     (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
                                       "git_url = https://host.example/toy\n")
-    (clone/"results/toy/digits").mkdir(parents=True)
+    for data in ("digits", "thick_digits"): (clone/"results/toy"/data).mkdir(parents=True)
     (clone/"results/index.csv").write_text("paper,file\n")
+    box = {"output_type": "display_data", "metadata": {}, "data": {"text/markdown": BOX}}
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
     write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits.",
-                                               ("verdict_box([])",), "The rest."])
+                                               ("verdict_box([])", [box]), "The rest."])
+    write_notebook(clone/"nbs/papers/toy/verdicts.ipynb", [
+        "# Judges", "## Halves and thirds", ('CLAIMS = {"A half is less "\n  "(Table 1)": 0}',)])
     out = build(clone)
     text = (out/f"{page}.html").read_text()
     assert 'One <abbr title="An &lt;b&gt;.">audit</abbr>, ' in text and text.count("<abbr") == 1
@@ -447,7 +495,15 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     assert f"--only</span> <span class=\"pre\">{page}" in text
     assert "../../../_files/results/index.csv" in text
     assert f"https://host.example/toy/edit/main/nbs/{page}.ipynb" in text
-    assert '"https://host.example/toy/tree/main/results/toy/digits">digits</a>' in text
+    items = [" ".join(item.split()) for item in re.findall("<li>(.*?)</li>", text, re.S)]
+    links = [dict((name, url) for url, name in re.findall('href="(.*?)">(\\w+)</a>', item))
+             for item in items if "derivation" in item]
+    runs = "https://host.example/toy/tree/main/results/toy"
+    assert links == [
+        {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_digits",
+         "command": "#rerun"},
+        {"derivation": "../verdicts.html", "runs": f"{runs}/digits", "command": "#rerun"},
+        {"derivation": "../verdicts.html", "runs": "#rerun", "command": "#rerun"}]
     assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
 
@@ -540,16 +596,6 @@ def test_a_killed_build_leaves_no_half_site(clone, built):
         assert found == whole or "Changed" in (out/"index.html").read_text()
     build(clone)
     assert "Changed" in (out/"index.html").read_text() and beside(clone) == []
-
-
-def test_what_is_no_leftover_of_a_build_stays(tmp_path):
-    from dp_companion.site.site import _clear_leftovers
-    names = {".public-keys": True, ".public-2024": True, ".public-old-notes": True,
-             ".publicity-old-999999999": True, ".public-building-999999999": False,
-             ".public-old-999999999": False}
-    for name in names: (tmp_path/name).mkdir()
-    _clear_leftovers(tmp_path/"public")
-    assert {name: (tmp_path/name).exists() for name in names} == names
 
 
 def test_quarto_gets_a_project_that_lists_what_is_there(clone, monkeypatch):
