@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
+from torch.nn.parallel import DistributedDataParallel
 from .loss_reading import LossReading, LossTrace
 from .nested_tensors import Arguments, batch_size_of, call_model
 from .nested_tensors import mapped, tensors_of
@@ -72,6 +73,8 @@ class PrivateModule(nn.Module):
             if name=="_module": raise
             return getattr(self._module, name)
 
+    def to_standard_module(self)->nn.Module: return self._module # Opacus's name for it
+
     @torch._disable_dynamo # Runs as Python where a caller compiles the module
     def forward(self, *args, **kwargs):
         inputs, state = Arguments(args, kwargs), self.private_step.spot_check.state
@@ -88,10 +91,13 @@ def _recorded(self:PrivateModule, inputs:Arguments, batch_size:int):
     if recorder.is_filled:
         raise ValueError("optimizer.step must follow every loss.backward, got a second "
                          "forward pass in between; give the inputs of both passes to one "
-                             "module, which may run its layers twice, leave out steps that use a "
-                             "first pass's gradient, as SAM's, and for batches larger than memory "
-                             "use "
-                         "opacus.utils.batch_memory_manager.BatchMemoryManager")
+                         "module, which may run its layers twice, leave out steps that use a "
+                         "first pass's gradient, as SAM's, and for batches larger than memory "
+                         "use opacus.utils.batch_memory_manager.BatchMemoryManager")
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ValueError("module must be in torch.nn.parallel.DistributedDataParallel before "
+                         "make_private, got the returned module inside one; wrap the model that "
+                         "make_private is given, as accelerate's prepare does")
     check_trainable(self._module, recorder.slots, thorough=spot_check.is_due(batch_size))
     if not batch_size: return self._empty(inputs)
     if spot_check.is_due(batch_size):

@@ -1,5 +1,6 @@
 "Losses of a whole batch: none moves a clipped sum by more than one bound without a word."
 import copy
+import json
 import warnings
 
 import pytest
@@ -264,3 +265,10 @@ def test_a_penalty_in_the_loss_is_told_of_weight_decay_which_works(penalty):
         F.cross_entropy(module(x), y).backward()
         optimizer.step()
     assert optimizer.steps_taken >= 1
+
+
+@pytest.mark.parametrize("page", ["index", "ways/use", "ways/reference", "own_methods", "travels"])
+def test_a_page_with_a_loop_shows_one_loss_per_sample_first(page, root):
+    cells = json.loads((root/"nbs"/f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert code[:code.index(".backward(")].endswith("optimizer")

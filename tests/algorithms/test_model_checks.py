@@ -1,5 +1,7 @@
 "What has no per-sample gradient is refused when the step is built."
 import copy
+import json
+import re
 
 import pytest
 import torch
@@ -99,3 +101,14 @@ def test_layers_without_a_gradient_of_each_sample_are_refused(layer, word):
     with pytest.raises(ValueError, match=word): step_for(layer)
     # A frozen one needs none
     step_for(nn.Sequential(copy.deepcopy(layer).requires_grad_(False), nn.Linear(2, 2)))
+
+
+def test_every_test_of_opacus_passes_or_has_its_row(root):
+    "What tests/bench/opacus_tests.py counted is what the page lists, no more and no less."
+    record = json.loads((root/"results"/"bench"/"opacus_tests.json").read_text(encoding="utf-8"))
+    page = (root/"nbs"/"algorithms"/"model_checks.ipynb").read_text(encoding="utf-8")
+    kinds = {kind for module in record["modules"].values() for kind in module["kinds"]}
+    assert {"passed", "refused"} <= kinds <= {"passed", "refused", "inside", "skipped", "no engine"}
+    words = {text for module in record["modules"].values() for text in module["words"]}
+    listed = re.findall(r"\| \*(.*?)\* \||\| an inside of Opacus, `(.*?)` \|", page)
+    assert words == {said or inside for said, inside in listed}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from test_trainers import SAID
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
@@ -49,3 +51,21 @@ def test_two_and_four_processes_take_the_same_steps_and_a_killed_one_ends_all(tm
     assert torchrun(4, tmp_path/"parts", 6)[0] == 0
     for weights, sizes, steps in found(tmp_path/"parts", 4):
         assert torch.equal(weights, four) and steps == 6 and len(sizes) == 3
+
+
+@pytest.mark.parametrize("when", ["before", "never"])
+def test_processes_of_accelerate_take_the_steps_of_a_plain_loop(when, tmp_path):
+    pytest.importorskip("accelerate")
+    for name, more in (("plain", []), ("accelerate", ["--accelerate", when])):
+        status, words = torchrun(2, tmp_path/name, 4, *more)
+        assert status == 0, words
+    plain, accelerated = (found(tmp_path/name, 2) for name in ("plain", "accelerate"))
+    for (weights, *counts), (other, *others) in zip(plain, accelerated, strict=True):
+        assert torch.equal(weights, other) and counts == others
+
+
+def test_a_returned_module_is_not_wrapped_again(tmp_path):
+    pytest.importorskip("accelerate")
+    row = "accelerate: `prepare(model)` after `make_private`, several processes"
+    status, words = torchrun(2, tmp_path/"after", 4, "--accelerate", "after")
+    assert status != 0 and SAID[row] in words and "the returned module inside one" in words

@@ -1,14 +1,16 @@
 """Opacus's own tests with this package's engine in them.
 
-`python tests/bench/opacus_tests.py FOLDER [--only MODULE ...] [--match PATTERN]`
+`python tests/bench/opacus_tests.py FOLDER [--only MODULE ...] [--match PATTERN] [--json FILE]`
 
 FOLDER is `opacus/tests` of an installed Opacus or of its sources; nothing of it is kept here. Each
-test passes, is refused by a sentence that the page of model checks lists, or fails. Tests without
-an engine in them are counted apart.
+test passes, is refused by a sentence that the page of model checks lists, looks at an inside of
+Opacus that the page lists, or fails. Tests without an engine in them are counted apart. The file
+takes up what each module came to, beside the modules that an earlier run left there.
 """
 import argparse
 import importlib
 import importlib.util
+import json
 import re
 import sys
 import traceback
@@ -21,14 +23,17 @@ import opacus
 import torch
 
 import dp_companion
+from dp_companion.files import write_whole
 
 MODULES = ("privacy_engine_validation_test", "batch_memory_manager_test",
            "gradient_accumulation_test", "schedulers.noise_scheduler_test",
            "schedulers.grad_clip_scheduler_test", "randomness_test", "privacy_engine_test",
-           "mixed_precision_test") # Those of CPUs that use the engine
+           "dpdataloader_test", "multidevice_optimizer_test", "mixed_precision_test")
 HERE = str(Path(dp_companion.__file__).parent)
 PAGE = Path(__file__).parents[2]/"nbs"/"algorithms"/"model_checks.ipynb"
-SAID = re.findall(r"\| \*(.*?)\* \|", PAGE.read_text(encoding="utf-8")) # Of its last table
+TEXT = PAGE.read_text(encoding="utf-8")
+SAID = re.findall(r"\| \*(.*?)\* \|", TEXT) # Of its last table
+INSIDES = re.findall(r"\| an inside of Opacus, `(.*?)` \|", TEXT)
 
 
 class Engine(dp_companion.PrivacyEngine):
@@ -43,7 +48,7 @@ class Result(unittest.TestResult):
     "What became of each test."
     def __init__(self):
         super().__init__()
-        self.rows = []
+        self.rows, self.failed = [], None # The last test of which a part failed
 
     def add(self, test, kind, error=None):
         self.rows.append((test.id().removeprefix("opacus_suite."), kind, error))
@@ -54,6 +59,10 @@ class Result(unittest.TestResult):
     def addFailure(self, test, error): self.add(test, *told(error))
     addError = addFailure
 
+    def addSubTest(self, test, part, error):
+        if error and test is not self.failed: self.add(test, *told(error))
+        if error: self.failed = test
+
 
 def told(error):
     "Whether an error is a sentence of the page's table, or hides one from a test of other words."
@@ -61,8 +70,25 @@ def told(error):
     behind = [str(x) for x in (value, value.__context__) if isinstance(x, (ValueError, TypeError))]
     listed = [said for said in SAID for text in behind if said in text]
     if listed: return "refused", listed[0]
-    ours = traceback.extract_tb(trace)[-1].filename.startswith(HERE)
+    frames = traceback.extract_tb(trace)
+    inside = [name for name in INSIDES for frame in frames if f'"{name}"' in frame.line]
+    if inside: return "inside", inside[0]
+    ours = frames[-1].filename.startswith(HERE)
     return "unlisted" if ours else "failed", f"{kind.__name__}: {value}".splitlines()[0][:200]
+
+
+def counted(rows):
+    "How many tests of a module came to what, and by which sentence."
+    return dict(kinds=dict(Counter(kind for _, kind, _ in rows)),
+                words=dict(Counter(text for _, _, text in rows if text)))
+
+
+def keep(file, found):
+    "Write what the modules came to, beside those of an earlier run with the same Opacus."
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    kept = content.get("modules", {}) if content.get("opacus") == opacus.__version__ else {}
+    content = dict(opacus=opacus.__version__, torch=torch.__version__, modules=kept | found)
+    write_whole(file, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 
 def suite_of(folder, names):
@@ -81,17 +107,20 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", default=MODULES)
     parser.add_argument("--match", default="", help="a pattern in the names of the tests to run")
+    parser.add_argument("--json", type=Path, help="the file that keeps the counts of each module")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     result = Result()
-    for module in suite_of(arguments.folder, arguments.only):
+    for name, module in zip(arguments.only, suite_of(arguments.folder, arguments.only),
+                            strict=True):
+        began = len(result.rows)
         for group in module:
             for test in group:
                 if not re.search(arguments.match, test.id()): continue
                 test.run(result)
                 print("{1:9} {0}  {2}".format(*result.rows[-1]), flush=True)
-    print(dict(Counter(kind for _, kind, _ in result.rows)))
-    for (kind, text), n in Counter((kind, text) for _, kind, text in result.rows
-                                   if text).most_common():
-        print(f"{n:4} {kind}: {text}")
+        if arguments.json: keep(arguments.json, {name: counted(result.rows[began:])})
+    whole = counted(result.rows)
+    print(whole["kinds"])
+    for text, n in sorted(whole["words"].items(), key=lambda row: -row[1]): print(f"{n:4} {text}")
