@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
@@ -282,7 +284,27 @@ def test_fabric_sets_up(is_first):
     assert p.steps == 3
 
 
+class Holder(nn.Module):
+    "As a LightningModule holds the returned module."
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+    def forward(self, **batch): return self.network(**batch)
+
+
+@pytest.mark.parametrize("held", [lambda module: module, Holder])
+def test_trainers_that_wrap_the_returned_module_are_refused(held, tmp_path):
+    "In several processes they do; here one of a group stands for them."
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        p = Private()
+        wrapped = DistributedDataParallel(held(p.module))
+        with said("Trainer, Lightning: several processes"):
+            for batch in p.loader: wrapped(**batch)
+    finally: dist.destroy_process_group()
+
+
 def test_every_refusal_of_the_page_is_tested():
     tests = "".join(Path(__file__).with_name(f"test_{name}.py").read_text()
                     for name in ("trainers", "torchrun"))
-    assert len(SAID) == 19 and all(f'"{row}"' in tests or f"'{row}'" in tests for row in SAID)
+    assert len(SAID) == 20 and all(f'"{row}"' in tests or f"'{row}'" in tests for row in SAID)
