@@ -485,9 +485,11 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
     write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits.",
-                                               ("verdict_box([])", [box]), "The rest."])
+                                               ("box = verdict_box\nsums_up\nverdict_box("
+        "['The sum is one'])", [box]), "The rest."])
     write_notebook(clone/"nbs/papers/toy/verdicts.ipynb", [
-        "# Judges", "## Halves and thirds", ('CLAIMS = {"A half is less "\n  "(Table 1)": 0}',)])
+        "# Judges", "## Halves and thirds", ('CLAIMS = {"A half is less "\n  "(Table 1)": 0}',),
+        "## Sums", ("def sums_up(\n    runs, # Records (all)\n)->tuple: # (answer, why)\n    1",)])
     out = build(clone)
     text = (out/f"{page}.html").read_text()
     assert 'One <abbr title="An &lt;b&gt;.">audit</abbr>, ' in text and text.count("<abbr") == 1
@@ -502,8 +504,8 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     assert links == [
         {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_digits",
          "command": "#rerun"},
-        {"derivation": "../verdicts.html", "runs": f"{runs}/digits", "command": "#rerun"},
-        {"derivation": "../verdicts.html", "runs": "#rerun", "command": "#rerun"}]
+        {"derivation": "../verdicts.html#sums", "runs": f"{runs}/digits", "command": "#rerun"},
+        {"derivation": "../verdicts.html#sums", "runs": "#rerun", "command": "#rerun"}]
     assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
 
