@@ -296,7 +296,8 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
     with serve(built) as address:
         browser.view(1280)
         browser.open(f"{address}/search.html?q=halves", settle=2)
-        assert "Halves" in browser.evaluate("document.querySelector('#search-results').innerText")
+        found = browser.evaluate("document.querySelector('#search-results').innerText")
+        assert "Half of everything." in found and "Contents" not in found # text, no menu
         browser.open(f"{address}/budgets/toy.html")
         assert browser.evaluate("document.querySelectorAll('math').length") >= 3
         assert browser.evaluate("document.body.dataset.toy") == "ran"
@@ -383,6 +384,29 @@ def real_site(tmp_path):
 @needs_browser
 def test_every_page_of_the_real_site_is_sound(browser, tmp_path):
     assert page_problems(real_site(tmp_path), browser) == []
+
+
+FIRST = {"epsilon": "budgets/claims", "step decay": "papers/decay_at_equal_epsilon/experiments/",
+         "SAD": "papers/sad/experiments/", "sanitization": "papers/sanitization/experiments/",
+         "clipping": "algorithms/clipping", "audit": "audits/"} # what a query finds first
+FOUND = """[...document.querySelectorAll('#search-results > ul > li')].slice(0, 8).map(e =>
+  [e.querySelector('a').getAttribute('href'), (e.querySelector('p.context') || e).innerText])"""
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@needs_browser
+def test_search_finds_what_was_asked_for_before_internals_and_shows_text(browser, tmp_path):
+    with serve(real_site(tmp_path)) as address:
+        for query, first in FIRST.items():
+            browser.view(1280)
+            browser.open(f"{address}/search.html?q={query.replace(' ', '+')}", settle=3)
+            found = browser.evaluate(FOUND)
+            assert len(found) == 8 and found[0][0].startswith(first), (query, found)
+            assert not any(page.startswith(("api/", "site/")) for page, _ in found), query
+            for page, text in found:
+                for menu in ("Contents", "Light Dark", "Show the code", "import "):
+                    assert menu not in text, (query, page, text)
 
 
 ON_SCREEN = """[...document.querySelectorAll('table:has(.word) tbody tr')]
