@@ -80,14 +80,14 @@ def _drawn(fig, salt):
 def _parts(fig, axes, kind=""):
     "SVG of a figure's parts: its panels and legends, or all of a single panel."
     made, said = _drawn(fig, kind), [f"{ax.get_ylabel()} against {ax.get_xlabel()}" for ax in axes]
-    boxes = [part.get_tightbbox().padded(3) for part in (*axes, *fig.legends)]
+    boxes = [part.get_tightbbox().padded(2) for part in (*axes, *fig.legends)]
     if len(axes) == 1: made, boxes = ["".join(made)], [fig.bbox]
+    row = max(fig.bbox.width, sum(box.width for box in boxes[:len(axes)]))
     for box, inside, name in zip(boxes, made, [*said, *["legend"]*len(boxes)]):
         corner = box.x0, fig.bbox.height - box.y1, box.width, box.height
-        share = box.width/fig.bbox.width
         x, y, width, height = [f"{72*length/fig.dpi:.1f}" for length in corner]
         yield (f'<svg class="panel part {kind}" x="{x}" y="{y}" width="{width}" height="{height}" '
-               f'viewBox="{x} {y} {width} {height}" style="width:{99.9*share:.2f}%;'
+               f'viewBox="{x} {y} {width} {height}" style="width:{99.9*box.width/row:.2f}%;'
                f'max-width:{_DPI*box.width/fig.dpi:.1f}px" stroke-linejoin="round" role="img" '
                f'aria-label="{escape(name)}">{inside}</svg>')
 
