@@ -87,7 +87,7 @@ def _origin_after(draft, page):
 
 # %% ../../nbs/site/builders.ipynb #33d99a8d
 def _stored(draft, path, kind="tree"):
-    "Where the repository shows a path, at its commit if that is known."
+    "Where a host shows a path, at this commit."
     url, root = draft.inputs.settings.get("git_url"), draft.inputs.root
     asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
     place = "" if asked.returncode or kind == "edit" else asked.stdout.strip()
@@ -126,14 +126,14 @@ def _derivation(draft, page, claim):
     near = sorted((abs(found.start() - place), judges[found[0]])
                   for found in re.finditer(r"\w+", own) if found[0] in judges)
     having = [at for at, code in sections.items() if claim in code]
-    return [*having, *(at for _, at in near), "#rerun"][0]
+    return [*having, *(at for _, at in near), *sections, "#rerun"][0]
 
 def _runs(draft, page, said):
     "The committed runs on the data that a verdict names, else of its paper."
     place = f"results/{page.split('/')[1]}"
     said = {*re.findall(r"\w+", said.lower().replace("-", "").replace("rare", "unbalanced"))}
     folders = [f.name for f in (draft.inputs.root/place).glob("*/")]
-    if not said & {*"_".join(folders).split("_")}: return "" # not committed
+    if "digits" in said or not said & {*"_".join(folders).split("_")}: return ""
     found = [name for name in folders if {*name.split("_")} <= said]
     best = [name for name in found if not any(name in other for other in {*found} - {name})]
     return _stored(draft, f"{place}/{best[0]}" if len(best) == 1 else place)

@@ -196,5 +196,4 @@ def _with_source(page, text, titles):
     "An API page that ends with a link to where its module is derived."
     source = page.removeprefix("api/").replace(".", "/")
     if source not in titles: return text
-    return (f"{text}\n\nDerived and checked in [{titles[source]}](../{source}.ipynb). "
-            "[Examples](../ways/reference.ipynb) run.")
+    return f"{text}\n\nDerived and checked in [{titles[source]}](../{source}.ipynb)."

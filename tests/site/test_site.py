@@ -487,9 +487,9 @@ def test_a_page_says_what_its_notebook_says(built):
 
 
 BOX = """::: {.callout-tip title="Holds"}
-- A half is less (Table 1); a third, too: by 3 points (thick digits, certified noise)
-- The sum is one: yes (digits)
-- No noise: yes (made up)
+- A half is less (Table 1); a third, too: by 3 points (thick MNIST, certified noise)
+- The sum is one: yes (MNIST (reference))
+- No noise: yes (MNIST (digits))
 :::
 
 Digits: 3 seeds."""
@@ -503,7 +503,7 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     (clone/"_quarto.yml").write_text(json.dumps(quarto))
     (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
                                       "git_url = https://host.example/toy\n")
-    for data in ("digits", "thick_digits"): (clone/"results/toy"/data).mkdir(parents=True)
+    for data in ("mnist", "thick_mnist"): (clone/"results/toy"/data).mkdir(parents=True)
     (clone/"results/index.csv").write_text("paper,file\n")
     box = {"output_type": "display_data", "metadata": {}, "data": {"text/markdown": BOX}}
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
@@ -526,9 +526,9 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
              for item in items if "derivation" in item]
     runs = "https://host.example/toy/tree/main/results/toy"
     assert links == [
-        {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_digits",
+        {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_mnist",
          "command": "#rerun"},
-        {"derivation": "../verdicts.html#sums", "runs": f"{runs}/digits", "command": "#rerun"},
+        {"derivation": "../verdicts.html#sums", "runs": f"{runs}/mnist", "command": "#rerun"},
         {"derivation": "../verdicts.html#sums", "runs": "#rerun", "command": "#rerun"}]
     assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
