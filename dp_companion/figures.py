@@ -56,7 +56,7 @@ _IN_TAGS = [(r"\s+", " "), (r'(<g) id="[^"]*"', r"\1"), ("xlink:href", "href"),
             ("#ffffff", "var(--pst-color-background,#fff)"), (r" ?\b([MLCQ]) (?=[-\d])", r"\1")]
 
 def _small(svg):
-    "The same SVG in half of the bytes: four digits, a style that is repeated once."
+    "The same SVG in half of the bytes."
     parts = re.split("(<[^>]*>)", re.sub(r">\s+<", "><", svg.strip()))
     for k, tag in enumerate(parts[1::2]):
         tag = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.4g}", tag)
@@ -80,20 +80,20 @@ def _drawn(fig, salt):
 def _parts(fig, axes, kind=""):
     "SVG of a figure's parts: its panels and legends, or all of a single panel."
     made, said = _drawn(fig, kind), [f"{ax.get_ylabel()} against {ax.get_xlabel()}" for ax in axes]
-    boxes = [part.get_tightbbox().padded(3) for part in (*axes, *fig.legends)]
+    boxes = [part.get_tightbbox().padded(2) for part in (*axes, *fig.legends)]
     if len(axes) == 1: made, boxes = ["".join(made)], [fig.bbox]
+    row = max(fig.bbox.width, sum(box.width for box in boxes[:len(axes)]))
     for box, inside, name in zip(boxes, made, [*said, *["legend"]*len(boxes)]):
         corner = box.x0, fig.bbox.height - box.y1, box.width, box.height
-        share = box.width/fig.bbox.width
         x, y, width, height = [f"{72*length/fig.dpi:.1f}" for length in corner]
         yield (f'<svg class="panel part {kind}" x="{x}" y="{y}" width="{width}" height="{height}" '
-               f'viewBox="{x} {y} {width} {height}" style="width:{99.9*share:.2f}%;'
+               f'viewBox="{x} {y} {width} {height}" style="width:{99.9*box.width/row:.2f}%;'
                f'max-width:{_DPI*box.width/fig.dpi:.1f}px" stroke-linejoin="round" role="img" '
                f'aria-label="{escape(name)}">{inside}</svg>')
 
 # %% ../nbs/figures.ipynb #ddb5de75
 def _lay_out_for_a_phone(fig, ax):
-    "A figure of one panel as wide as a phone's column, its text of 9 points, its legend below."
+    "A figure of one panel as wide as a phone's column, its legend below."
     height = max(2.5, .7*fig.get_figheight())
     for legend in filter(None, [ax.get_legend(), *fig.legends]):
         names = [textwrap.fill(text.get_text(), 40) for text in legend.get_texts()]
@@ -113,13 +113,13 @@ def _lay_out_for_a_phone(fig, ax):
     for text in fig.findobj(Text): text.set_fontsize(9)
     fig.canvas.draw()
     ticks = [text.get_window_extent() for text in ax.get_xticklabels() if text.get_text()]
-    if any(a.x1 > b.x0 for a, b in pairwise(ticks)): # names that cover each other stand upright
+    if any(a.x1 > b.x0 for a, b in pairwise(ticks)):
         plt.setp(ax.get_xticklabels(), rotation=90, ha="center")
         fig.set_figheight(height + .8)
 
 # %% ../nbs/figures.ipynb #ddb5de76
 def svg_sheet(
-    width:float, # Of the whole, in its own units
+    width:float, # In its own units
     height:float,
     inside:str, # Its parts
     scale:float=1., # Pixels a unit
@@ -131,7 +131,7 @@ def svg_sheet(
             f'{inside}</svg>')
 
 def _show(fig, axes):
-    "Show a figure; a notebook keeps parts, from which a page takes those that fit the screen."
+    "Show a figure in parts, of which a page takes those that fit the screen."
     if "inline" not in plt.get_backend(): return plt.show()
     from IPython.display import SVG, display
     size, is_wide = 72*fig.get_size_inches(), len(axes) == 1 and _DPI*fig.get_figwidth() > 400

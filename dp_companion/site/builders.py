@@ -77,8 +77,7 @@ def _script_cells(draft, page):
 
 def _terms(draft, page):
     "The glossary's terms that a page may explain; the glossary explains them all itself."
-    return {} if page == "glossary" else glossary_terms(draft.inputs.notebooks.get(
-        "glossary.ipynb"))
+    return glossary_terms(page != "glossary" and draft.inputs.notebooks.get("glossary.ipynb"))
 
 def _origin_after(draft, page):
     "The cell below which a result page says where it comes from: its verdict box, else its last."
@@ -88,7 +87,7 @@ def _origin_after(draft, page):
 
 # %% ../../nbs/site/builders.ipynb #33d99a8d
 def _stored(draft, path, kind="tree"):
-    "Where the repository shows a path, at its commit if that is known."
+    "Where a host shows a path, at this commit."
     url, root = draft.inputs.settings.get("git_url"), draft.inputs.root
     asked = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True)
     place = "" if asked.returncode or kind == "edit" else asked.stdout.strip()
@@ -104,24 +103,37 @@ def _origin_cells(draft, page):
     text = f'<span id="rerun"></span>**This page:** {"; ".join(told)}.'
     return [markdown_cell(link_up(text, page, draft.site))]
 
-def _derivation(draft, page, claim):
-    "The section of its paper's verdicts that judges a claim."
-    folder, verdicts = page.split("/experiments/")[0], "verdicts"
-    for other in (name for name in draft.pages if re.match(f"{folder}/.*verdicts$", name)):
-        verdicts, heading = Path(other).name, ""
+def _sections(draft, page):
+    "Link to code of each section of the verdicts of a page's paper and of all papers."
+    folder, sections = page.split("/experiments/")[0], {}
+    for other in draft.pages:
+        if not re.match(rf"({folder}|papers)/\w*verdicts$", other): continue
+        link = at = draft.site.url(page, f"{other}.ipynb")
         for cell in draft.pages[other].cells:
             if cell.cell_type == "markdown":
-                heading = [heading, *re.findall("^#+ (.*)$", cell.source, re.M)][-1]
-            elif heading and claim in re.sub(r'"\s*"', "", cell.source):
-                return f"../{verdicts}.ipynb#{heading_anchor(heading)}"
-    return f"../{verdicts}.ipynb" if f"{folder}/{verdicts}" in draft.pages else ""
+                heads = re.findall("^#+ (.*)$", cell.source, re.M)
+                if heads: at = f"{link}#{heading_anchor(heads[-1])}"
+            else: sections[at] = sections.get(at, "") + re.sub(r'"\s*"', "", cell.source) + "\n"
+    return sections
 
-def _runs(draft, page, where):
-    "The committed runs on the data that a claim names, else of its paper."
+def _derivation(draft, page, claim):
+    "The section that has a claim, else the judge that the page names next to it."
+    sections = _sections(draft, page)
+    judges = {name: at for at, code in sections.items()
+              for name in re.findall(r"^def (\w+)\((?:(?!^def ).)*?\)->tuple: #", code, re.M|re.S)}
+    own = next(c.source for c in draft.pages[page].cells if "verdict_box(" in c.source)
+    place = re.sub(r'"\s*"', "", own).find(claim)
+    near = sorted((abs(found.start() - place), judges[found[0]])
+                  for found in re.finditer(r"\w+", own) if found[0] in judges)
+    having = [at for at, code in sections.items() if claim in code]
+    return [*having, *(at for _, at in near), *sections, "#rerun"][0]
+
+def _runs(draft, page, said):
+    "The committed runs on the data that a verdict names, else of its paper."
     place = f"results/{page.split('/')[1]}"
-    said = {*re.findall(r"\w+", where.lower().replace("-", "").replace("rare", "unbalanced"))}
+    said = {*re.findall(r"\w+", said.lower().replace("-", "").replace("rare", "unbalanced"))}
     folders = [f.name for f in (draft.inputs.root/place).glob("*/")]
-    if not said & {*"_".join(folders).split("_")}: return "" # not committed
+    if "digits" in said or not said & {*"_".join(folders).split("_")}: return ""
     found = [name for name in folders if {*name.split("_")} <= said]
     best = [name for name in found if not any(name in other for other in {*found} - {name})]
     return _stored(draft, f"{place}/{best[0]}" if len(best) == 1 else place)
@@ -129,10 +141,10 @@ def _runs(draft, page, where):
 def _with_links(draft, page, text):
     "A verdict box whose claims link to their derivation, runs and command."
     def linked(line):
-        claim, where = re.match(r"- (.*?)(?:; .*|): ", line[0])[1], line[0].rpartition(" (")[2]
+        claim, _, said = re.match(r"- (.*?)(; .*?)?: (.*)", line[0]).groups()
         links = {"derivation": _derivation(draft, page, claim),
-                 "runs": _runs(draft, page, where) or "#rerun", "command": "#rerun"}
-        return f"{line[0]} – " + " · ".join(f"[{k}]({url})" for k, url in links.items() if url)
+                 "runs": _runs(draft, page, said) or "#rerun", "command": "#rerun"}
+        return f"{line[0]} – " + " · ".join(f"[{k}]({url})" for k, url in links.items())
     if "/experiments/" not in page or "::: {.callout-" not in text: return text
     return re.sub("^- .*?: .*$", linked, text, flags=re.M)
 
@@ -268,11 +280,9 @@ def write_sphinx(
 )->None:
     "Write the Sphinx project: the same pages in MyST's dialect, and `conf.py`."
     conf = _sphinx_conf(draft.inputs, _copy_looks(draft.inputs.root, folder))
-    title, about = conf["project"], draft.inputs.settings.get("description", "")
     cells = {page: _sphinx_cells(draft, page) for page in draft.pages}
-    cells.setdefault("index", [markdown_cell(f"# {title}\n\n{about}")])
-    if draft.inputs.cff: cells["index"].append(markdown_cell(to_myst(cite_box(draft.inputs.cff),
-                                                                     "index")))
+    cite = to_myst(cite_box(draft.inputs.cff), "index") if draft.inputs.cff else ""
+    cells["index"].append(markdown_cell(cite))
     ends = {page: "\n\n".join(_toctree(*table) for table in tables.items())
             for page, tables in _tables_of_contents(draft.sidebar).items()}
     for page, made in cells.items():

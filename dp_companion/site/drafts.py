@@ -48,10 +48,8 @@ def _available_sidebar(contents, available, named):
     for item in [contents] if isinstance(contents, str) else contents:
         if isinstance(item, dict) and "contents" in item:
             inner = _available_sidebar(item["contents"], available, named)
-            if item.get("href", "") not in ("", *available):
-                notice(f"{item['href']} is in _quarto.yml and not there yet, so it is left out")
-                item = {key: value for key, value in item.items() if key != "href"}
-            kept += [{**item, "contents": inner}] if inner else []
+            own = {key: value for key, value in item.items() if key != "href" or value in available}
+            kept += [{**own, "contents": inner}] if inner else []
             continue
         path = item if isinstance(item, str) else item["href"]
         if path in available: kept.append(item)

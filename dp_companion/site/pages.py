@@ -20,17 +20,17 @@ import yaml
 class SiteError(ValueError): "What kept the site from being built, in one sentence."
 
 # %% ../../nbs/site/pages.ipynb #f690377f
-_TITLE = re.compile(r"\s*(# .*)\n*((?:>.*\n?)*)\s*((?:- [\w-]+: .*\n?)*)")
+_TITLE = re.compile(r"\s*(# .*)\n*((?:>.*\n?)*)")
 
 def _split_title(nb):
-    "Leave heading, description and `- key: value` lines in the title cell; move the rest out."
+    "Leave heading and description in the title cell; move the rest out."
     from execnb.nbio import mk_cell
     for at, cell in enumerate(nb.cells):
         found = re.match(_TITLE, cell.source) if cell.cell_type == "markdown" else None
         if not found: continue
         quote = " ".join(line.lstrip("> ").strip() for line in found[2].splitlines())
         rest = cell.source[found.end():].strip()
-        cell.source = "\n".join(filter(None, [found[1], quote and f"> {quote}", found[3].strip()]))
+        cell.source = f"{found[1]}\n> {quote}" if quote else found[1]
         if rest: nb.cells.insert(at+1, mk_cell(rest, "markdown"))
         return
 

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from html.parser import HTMLParser
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -70,10 +69,9 @@ def _dead(folder, pages, page, url):
 _MARK = ".built-from.json"
 _READ = ("_quarto.yml", "settings.ini", "CITATION.cff", "nbs/styles.css", "nbs/favicon.svg")
 _BUILDERS = ("site", "builders", "drafts", "pages", "reference", "tooltips")
-_TOOLS = ("sphinx", "myst-nb", "sphinx-book-theme", "latex2mathml", "nbdev")
 
 def _inputs_hash(inputs, builder, linked):
-    "A hash of pages, package, settings, looks, `linked` files and the versions of the tools."
+    "A hash of pages, package, settings, looks and `linked` files."
     files = [inputs.root/name for name in _READ] + [inputs.root/name for name in linked]
     files += [Path(__file__).parent/f"{name}.py" for name in _BUILDERS]
     files += sorted(inputs.package.rglob("*.py")) + sorted((inputs.root/"nbs").rglob("*.js"))
@@ -82,9 +80,6 @@ def _inputs_hash(inputs, builder, linked):
         digest.update(f"\0{file}\0".encode() + (file.read_bytes() if file.is_file() else b"none"))
     for name, file in sorted(inputs.notebooks.items()):
         digest.update(f"\0{name}\0{download(file)}".encode())
-    for tool in _TOOLS:
-        try: digest.update(f"\0{tool}={version(tool)}".encode())
-        except PackageNotFoundError: continue
     return digest.hexdigest()
 
 # %% ../../nbs/site/site.ipynb #8d4feb58

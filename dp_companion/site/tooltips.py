@@ -19,7 +19,7 @@ def glossary_terms(
     notebook:Path|None, # The glossary, whose code has the list `terms`; None: no glossary
 )->dict[str, str]: # Term in lower case to its meaning
     "The terms of the glossary that are words, without what follows in brackets."
-    if notebook is None: return {}
+    if not notebook: return {}
     cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     found = [re.search(r"^terms = (\[.*?\),?\n?\])", "".join(cell["source"]), re.M|re.S)
              for cell in cells if cell["cell_type"] == "code"]

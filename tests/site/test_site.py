@@ -296,7 +296,8 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
     with serve(built) as address:
         browser.view(1280)
         browser.open(f"{address}/search.html?q=halves", settle=2)
-        assert "Halves" in browser.evaluate("document.querySelector('#search-results').innerText")
+        found = browser.evaluate("document.querySelector('#search-results').innerText")
+        assert "Half of everything." in found and "Contents" not in found # text, no menu
         browser.open(f"{address}/budgets/toy.html")
         assert browser.evaluate("document.querySelectorAll('math').length") >= 3
         assert browser.evaluate("document.body.dataset.toy") == "ran"
@@ -385,6 +386,29 @@ def test_every_page_of_the_real_site_is_sound(browser, tmp_path):
     assert page_problems(real_site(tmp_path), browser) == []
 
 
+FIRST = {"epsilon": "budgets/claims", "step decay": "papers/decay_at_equal_epsilon/experiments/",
+         "SAD": "papers/sad/experiments/", "sanitization": "papers/sanitization/experiments/",
+         "clipping": "algorithms/clipping", "audit": "audits/"} # what a query finds first
+FOUND = """[...document.querySelectorAll('#search-results > ul > li')].slice(0, 8).map(e =>
+  [e.querySelector('a').getAttribute('href'), (e.querySelector('p.context') || e).innerText])"""
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@needs_browser
+def test_search_finds_what_was_asked_for_before_internals_and_shows_text(browser, tmp_path):
+    with serve(real_site(tmp_path)) as address:
+        for query, first in FIRST.items():
+            browser.view(1280)
+            browser.open(f"{address}/search.html?q={query.replace(' ', '+')}", settle=3)
+            found = browser.evaluate(FOUND)
+            assert len(found) == 8 and found[0][0].startswith(first), (query, found)
+            assert not any(page.startswith(("api/", "site/")) for page, _ in found), query
+            for page, text in found:
+                for menu in ("Contents", "Light Dark", "Show the code", "import "):
+                    assert menu not in text, (query, page, text)
+
+
 ON_SCREEN = """[...document.querySelectorAll('table:has(.word) tbody tr')]
   .filter(row => row.getBoundingClientRect().bottom <= 900)
   .map(row => ({ text: row.innerText,
@@ -463,9 +487,9 @@ def test_a_page_says_what_its_notebook_says(built):
 
 
 BOX = """::: {.callout-tip title="Holds"}
-- A half is less (Table 1); a third, too: by 3 points (thick digits, certified noise)
-- The sum is one: yes (digits)
-- No noise: yes (made up)
+- A half is less (Table 1); a third, too: by 3 points (thick MNIST, certified noise)
+- The sum is one: yes (MNIST (reference))
+- No noise: yes (MNIST (digits))
 :::
 
 Digits: 3 seeds."""
@@ -479,15 +503,17 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
     (clone/"_quarto.yml").write_text(json.dumps(quarto))
     (clone/"settings.ini").write_text("[DEFAULT]\nlib_path = toy\nauthor = Ada\nbranch = main\n"
                                       "git_url = https://host.example/toy\n")
-    for data in ("digits", "thick_digits"): (clone/"results/toy"/data).mkdir(parents=True)
+    for data in ("mnist", "thick_mnist"): (clone/"results/toy"/data).mkdir(parents=True)
     (clone/"results/index.csv").write_text("paper,file\n")
     box = {"output_type": "display_data", "metadata": {}, "data": {"text/markdown": BOX}}
     write_notebook(clone/"nbs/glossary.ipynb", ["# Words", ('terms = [("Audit", "x", "An <b>.")]',),
                                                 "An audit."])
     write_notebook(clone/f"nbs/{page}.ipynb", ["# An audit", "One audit, `audit`, two audits.",
-                                               ("verdict_box([])", [box]), "The rest."])
+                                               ("box = verdict_box\nsums_up\nverdict_box("
+        "['The sum is one'])", [box]), "The rest."])
     write_notebook(clone/"nbs/papers/toy/verdicts.ipynb", [
-        "# Judges", "## Halves and thirds", ('CLAIMS = {"A half is less "\n  "(Table 1)": 0}',)])
+        "# Judges", "## Halves and thirds", ('CLAIMS = {"A half is less "\n  "(Table 1)": 0}',),
+        "## Sums", ("def sums_up(\n    runs, # Records (all)\n)->tuple: # (answer, why)\n    1",)])
     out = build(clone)
     text = (out/f"{page}.html").read_text()
     assert 'One <abbr title="An &lt;b&gt;.">audit</abbr>, ' in text and text.count("<abbr") == 1
@@ -500,10 +526,10 @@ def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clo
              for item in items if "derivation" in item]
     runs = "https://host.example/toy/tree/main/results/toy"
     assert links == [
-        {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_digits",
+        {"derivation": "../verdicts.html#halves-and-thirds", "runs": f"{runs}/thick_mnist",
          "command": "#rerun"},
-        {"derivation": "../verdicts.html", "runs": f"{runs}/digits", "command": "#rerun"},
-        {"derivation": "../verdicts.html", "runs": "#rerun", "command": "#rerun"}]
+        {"derivation": "../verdicts.html#sums", "runs": f"{runs}/mnist", "command": "#rerun"},
+        {"derivation": "../verdicts.html#sums", "runs": "#rerun", "command": "#rerun"}]
     assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
 
