@@ -6,6 +6,7 @@
 __all__ = ['Ledger']
 
 # %% ../../nbs/algorithms/ledger.ipynb #15ac345a
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from fastcore.basics import patch
 from ..budgets.events import MechanismEvent, per_step_multipliers
@@ -86,3 +87,12 @@ def load_state_dict(self:Ledger,
     if len(self): raise ValueError("load_checkpoint must come before the first step, got "
         f"{len(self)} steps in the ledger; to go on from older weights, load them into the module")
     self.add(MechanismEvent(**event) for event in state)
+
+# %% ../../nbs/algorithms/ledger.ipynb #5d0c7a12
+@patch
+@contextmanager
+def rehearsed(self:Ledger):
+    "Forget what is written inside, for steps of which nothing stays."
+    kept = [list(run) for run in self._runs]
+    try: yield
+    finally: self._runs = kept

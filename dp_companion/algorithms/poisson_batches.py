@@ -10,6 +10,7 @@ import copy
 import random
 import warnings
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 import numpy as np
@@ -230,6 +231,32 @@ def load_state_dict(self:PoissonBatches,
     if state["place"] is None: return
     self.place = state["place"]
     self.source.generator.set_state(self.place)
+
+# %% ../../nbs/algorithms/poisson_batches.ipynb #5d0c7a32
+@patch
+@contextmanager
+def rehearsed(self:PoissonBatches,
+    chosen:list|None=None, # Positions of the records of every batch; None: drawn
+    *,
+    steps:int=1, # Of a pass, at most
+):
+    "Passes of which nothing stays, in the epoch of the last step; yields the batches drawn."
+    current, kept, drawn = self.current_pass, dict(vars(self)), []
+    if self.fetched_ahead and current.drawn and not current.is_left: raise ValueError("an audit "
+        "must be between two passes where workers fetch batches, got one inside a pass")
+    state = None if self.source.secure else self.source.generator.get_state()
+    def draw(batches):
+        batch, mark = kept["draw"](batches) if chosen is None else (list(chosen), batches.mark())
+        drawn.append(batch)
+        return batch, mark
+    last = self.plan.epoch_of(max(self.steps_taken-1, 0))
+    self.draw, self.waiting, self.steps_taken = draw, deque(), _steps_until(self.plan, last-1)
+    self.target_steps, self.current_pass = self.steps_taken+steps, Pass(began=self.steps_taken)
+    self.passes_used, self.idle_passes = -float("inf"), 0 # A second pass is empty
+    try: yield drawn
+    finally:
+        vars(self).update(kept)
+        if state is not None: self.source.generator.set_state(state)
 
 # %% ../../nbs/algorithms/poisson_batches.ipynb #895ff579
 class PoissonLoader(DataLoader):

@@ -9,6 +9,7 @@ __all__ = ['PrivacyEngine', 'Recipe']
 import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -222,8 +223,8 @@ class _Declared(opacus.PrivacyEngine):
     "What later sections add, for type checkers and editors."
     if TYPE_CHECKING:
         def budget(self, delta:float|None=None)->BudgetReport: ...
-        def audit(self, delta:float|None=None, *, draws:int=40_000, confidence:float=.95,
-            seed:int=0)->BudgetReport: ...
+        def audit(self, delta:float|None=None, *, loop:Callable[[],object]|None=None,
+            draws:int=40_000, confidence:float=.95, seed:int=0)->BudgetReport: ...
         def save_checkpoint(self, *, path:Any, module:PrivateModule, optimizer:PrivateOptimizer,
             checkpoint_dict:dict[str,Any]|None=None)->None: ...
         def load_checkpoint(self, *, path:Any, module:PrivateModule,
@@ -243,7 +244,8 @@ class _Private(_Declared):
             f"False or None, got secure_mode={secure_mode!r}")
         self.accountant = accountant if isinstance(accountant, Ledger) else Ledger(accountant)
         self.secure_mode = secure_mode
-        self.target = self.target_delta = self.optimizer = self.first_rule = self.batches = None
+        self.target = self.target_delta = self.first_rule = self.batches = None
+        self.module = self.optimizer = None # Of the last `make_private`
 
     @property
     def noise_source(self)->str: # secure or seeded; for records
@@ -441,9 +443,10 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
     loader = poisson_loader(data_loader, self.batches, collate)
     # Decides what a data set's own randomness gives in worker processes
     self.workers_source = loader.generator
-    module = PrivateModule(private_step, loss_reduction=recipe.loss_reduction)
-    module.privacy_ledger = self.accountant # Whoever else is given it can see what it has spent
-    return module, self.optimizer, loader
+    self.module = PrivateModule(private_step, loss_reduction=recipe.loss_reduction)
+    # Whoever else is given it can see what it has spent
+    self.module.privacy_ledger = self.accountant
+    return self.module, self.optimizer, loader
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #413b7c69
 @patch

@@ -6,12 +6,14 @@
 __all__ = ['PrivateOptimizer']
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #e5f12eb5
+from contextlib import contextmanager
 from dataclasses import replace
 import torch
 from fastcore.basics import patch
 from torch import Tensor
 from .clipping import ClipRule
 from .ledger import Ledger
+from .noise import GaussianNoise
 from .poisson_batches import PoissonBatches
 from .private_step import PrivateStep
 from ..budgets.schedules import Schedule
@@ -246,3 +248,19 @@ for _kind in ("step", "state_dict", "load_state_dict"): # Its own step is the or
     for _when in ("pre", "post"):
         _name = f"register_{_kind}_{_when}_hook"
         setattr(PrivateOptimizer, _name, _original_hook(_name))
+
+# %% ../../nbs/algorithms/private_optimizer.ipynb #5d0c7a42
+@patch
+@contextmanager
+def rehearsed(self:PrivateOptimizer,
+    noise:GaussianNoise|None=None, # Of the steps inside; None: the step's own
+    **batches, # As `PoissonBatches.rehearsed` takes them
+):
+    "Steps of which nothing stays; yields the batches drawn."
+    report = self.report
+    with (self.private_step.rehearsed(noise), self.ledger.rehearsed(),
+          self.batches.rehearsed(**batches) as drawn):
+        try: yield drawn
+        finally:
+            self.drop()
+            self.rows_left, self.report = 0, report

@@ -6,8 +6,10 @@
 __all__ = ['StepReport', 'PrivateStep']
 
 # %% ../../nbs/algorithms/private_step.ipynb #91f8a8dd
+import copy
 import ctypes
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 import torch
@@ -347,6 +349,45 @@ def renew_rule(self:PrivateStep, norms, groups):
     if self.is_distributed:
         dist.broadcast_object_list(rule, src=0)
     self.clip_rule = rule[0]
+
+# %% ../../nbs/algorithms/private_step.ipynb #5d0c7a22
+def _optimizer_values(optimizer)->tuple: # (settings of each group, state)
+    "Copies of what an optimizer's steps change beside the weights."
+    groups = [copy.deepcopy({key: x for key, x in group.items() if key!="params"})
+              for group in optimizer.param_groups]
+    return groups, {p: copy.deepcopy(x) for p, x in optimizer.state.items()}
+
+def _put_values(optimizer, groups:list, state:dict):
+    "Put them back."
+    for group, kept in zip(optimizer.param_groups, groups):
+        params = group["params"]
+        group.clear()
+        group.update(params=params, **kept)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+# %% ../../nbs/algorithms/private_step.ipynb #5d0c7a23
+@patch
+@contextmanager
+def rehearsed(self:PrivateStep,
+    noise:GaussianNoise|None=None, # Of the steps inside; None: the step's own
+):
+    "Steps of which nothing stays, without looks."
+    if self.is_begun: raise ValueError("an audit must be between two steps, got one that is begun")
+    parameters, generator = list(self.recorder.slots), self.noise.generator
+    values, kept = [p.detach().clone() for p in parameters], _optimizer_values(self.optimizer)
+    state, own = generator and generator.get_state(), (self.noise, self.clip_rule)
+    self.noise = noise or self.noise
+    try:
+        with self.spot_check.silenced(): yield
+    finally:
+        with torch.no_grad(): [p.copy_(x) for p, x in zip(parameters, values)]
+        _put_values(self.optimizer, *kept)
+        self.noise, self.clip_rule = own
+        if generator is not None: generator.set_state(state)
+        self.is_begun = False
+        self.recorder.clear()
+        self.optimizer.zero_grad()
 
 # %% ../../nbs/algorithms/private_step.ipynb #1e0b7517
 def keep_freed_memory()->bool: # Whether the C library took the setting
