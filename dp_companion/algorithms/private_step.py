@@ -351,20 +351,20 @@ def renew_rule(self:PrivateStep, norms, groups):
     self.clip_rule = rule[0]
 
 # %% ../../nbs/algorithms/private_step.ipynb #5d0c7a22
-def _optimizer_values(optimizer)->tuple: # (settings of each group, state)
-    "Copies of what an optimizer's steps change beside the weights."
-    groups = [copy.deepcopy({key: x for key, x in group.items() if key!="params"})
+@contextmanager
+def _kept(optimizer):
+    "Settings and state of an optimizer are afterwards as they were."
+    groups = [(group, group["params"], copy.deepcopy({key: x for key, x in group.items()
+                                                      if key!="params"}))
               for group in optimizer.param_groups]
-    return groups, {p: copy.deepcopy(x) for p, x in optimizer.state.items()}
-
-def _put_values(optimizer, groups:list, state:dict):
-    "Put them back."
-    for group, kept in zip(optimizer.param_groups, groups):
-        params = group["params"]
-        group.clear()
-        group.update(params=params, **kept)
-    optimizer.state.clear()
-    optimizer.state.update(state)
+    state = {p: copy.deepcopy(x) for p, x in optimizer.state.items()}
+    try: yield
+    finally:
+        for group, params, kept in groups:
+            group.clear()
+            group.update(kept, params=params)
+        optimizer.state.clear()
+        optimizer.state.update(state)
 
 # %% ../../nbs/algorithms/private_step.ipynb #5d0c7a23
 @patch
@@ -374,15 +374,13 @@ def rehearsed(self:PrivateStep,
 ):
     "Steps of which nothing stays, without looks."
     if self.is_begun: raise ValueError("an audit must be between two steps, got one that is begun")
-    parameters, generator = list(self.recorder.slots), self.noise.generator
-    values, kept = [p.detach().clone() for p in parameters], _optimizer_values(self.optimizer)
+    values, generator = [(p, p.detach().clone()) for p in self.recorder.slots], self.noise.generator
     state, own = generator and generator.get_state(), (self.noise, self.clip_rule)
     self.noise = noise or self.noise
     try:
-        with self.spot_check.silenced(): yield
+        with _kept(self.optimizer), self.spot_check.silenced(): yield
     finally:
-        with torch.no_grad(): [p.copy_(x) for p, x in zip(parameters, values)]
-        _put_values(self.optimizer, *kept)
+        with torch.no_grad(): [p.copy_(x) for p, x in values]
         self.noise, self.clip_rule = own
         if generator is not None: generator.set_state(state)
         self.is_begun = False

@@ -9,7 +9,7 @@ __all__ = ['LoopFinding', 'StepFinding', 'AuditReport']
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from fastcore.basics import patch
@@ -39,9 +39,6 @@ def _given(
     try: yield
     finally: handle.remove()
 
-def _gradient(step:PrivateStep)->Tensor: # (parameters,)
-    return torch.cat([p.grad.flatten() for p in step.recorder.slots])
-
 # %% ../../nbs/audits/engine.ipynb #c10dda86
 def _released_noise(
     step:PrivateStep, # Of a training loop
@@ -63,21 +60,16 @@ def _released_noise(
 @dataclass(kw_only=True)
 class _Pass:
     "What a pass of the loop gave its optimizer, and what it left."
-    gradients:list = field(default_factory=list) # (parameters,) of each step
+    drawn:list # Positions of the records of each batch
     norms:list = field(default_factory=list) # (rows,) of each step; raw
-    drawn:list = field(default_factory=list) # Positions of the records of each batch
-    rule:object = None # Of the last step
-    unit:float = 0. # Sensitivity over b
-    rounding:float = 0. # Of the sensitivity
-    weights:Tensor|None = None # (parameters,) at the end
-    settings:str = "" # Of the optimizer at the end
+    gradient:Tensor|None = None # (parameters,) of the last step
+    unit:float = 0. # Its sensitivity over b
+    rule:object = None # Its clipping rule
+    left:tuple = () # Weights and the optimizer's settings
     randomness:str = "" # Where the generators were at the end
 
-def _randomness(device:torch.device)->str:
-    "Where the generators are that a loop may draw from."
-    states = random_states()
-    if device.type=="cuda": states["cuda"] = torch.cuda.get_rng_state(device)
-    return repr([x.tolist() if isinstance(x, Tensor) else x for x in states.values()])
+    def same_left(self, other)->bool:
+        return torch.equal(self.left[0], other.left[0]) and self.left[1]==other.left[1]
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c03
 class _Rehearsal:
@@ -96,6 +88,12 @@ class _Rehearsal:
             "audited, got a module in DistributedDataParallel; leave out loop")
         self.device, self.given, self.passes = self.step.recorder.flat.device, None, 0
 
+    @property
+    def rounding(self)->float: # Over the sensitivity
+        "What sums of another length may differ by, in the precision of the last pass."
+        tf32 = self.device.type=="cuda" and torch.backends.cudnn.allow_tf32
+        return .1 if tf32 or self.step.recorder.book.precision else .01
+
 # %% ../../nbs/audits/engine.ipynb #6a1e0c13
 @patch
 def __call__(self:_Rehearsal,
@@ -105,18 +103,17 @@ def __call__(self:_Rehearsal,
     shift:int=0, # Another one gives other random numbers, but the same noise
 )->_Pass:
     "One pass, as if after the same steps each time."
-    found, self.passes = _Pass(), self.passes + 1
+    self.passes += 1
     noise = GaussianNoise(generator=torch.Generator().manual_seed(self.seed))
-    with (self._kept(), self.engine.optimizer.rehearsed(noise, chosen=chosen, steps=steps)
-          as found.drawn, _given(self.step, lambda: self._note(found))):
+    with self._kept(), self.engine.optimizer.rehearsed(noise, chosen=chosen, steps=steps) as drawn:
+        found = _Pass(drawn=drawn)
         for start in (random.seed, np.random.seed, torch.manual_seed,
                       self.engine.workers_source.manual_seed): start(self.seed + shift)
-        self.loop()
+        with _given(self.step, lambda: self._note(found)): self.loop()
         self._note_end(found)
-    if not found.gradients or chosen is not None and len(found.gradients)!=1:
-        raise ValueError("loop must take one step for each batch of the loader that "
-            f"make_private returned, got {len(found.gradients)} steps for "
-            f"{len(found.drawn)} batches")
+    if not found.norms or chosen is not None and len(found.norms)!=1:
+        raise ValueError("loop must take one step for each batch of the loader that make_private "
+            f"returned, got {len(found.norms)} steps for {len(drawn)} batches")
     return found
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c04
@@ -137,24 +134,21 @@ def _kept(self:_Rehearsal):
 @patch
 def _note(self:_Rehearsal, found:_Pass):
     "Look at what the optimizer is given; give it something else where that is fixed."
-    step = self.step
-    found.gradients.append(_gradient(step))
+    step, slots = self.step, self.step.recorder.slots
+    found.gradient = torch.cat([p.grad.flatten() for p in slots])
     found.norms.append(torch.cat([torch.empty(0), *(norms.cpu() for norms, *_ in step.seen)]))
-    found.rule, found.unit = step.clip_rule, float(step.sensitivity)/step.expected_batch_size
-    is_coarse = step.recorder.book.precision is not None or (self.device.type=="cuda"
-        and torch.backends.cudnn.allow_tf32)
-    found.rounding = .1 if is_coarse else .01
+    found.rule, found.unit = step.clip_rule, step.sensitivity/step.expected_batch_size
     if self.given is None: return
-    sizes = [p.numel() for p in step.recorder.slots]
-    for p, x in zip(step.recorder.slots, self.given.split(sizes)): p.grad.copy_(x.view_as(p))
+    for p, x in zip(slots, self.given.split([p.numel() for p in slots])): p.grad.copy_(x.view_as(p))
 
 @patch
 def _note_end(self:_Rehearsal, found:_Pass):
     "Look at what the pass leaves."
-    slots, groups = self.step.recorder.slots, self.step.optimizer.param_groups
-    found.weights = torch.cat([p.detach().flatten() for p in slots])
-    found.settings = repr([[(k, x) for k, x in g.items() if k!="params"] for g in groups])
-    found.randomness = _randomness(self.device)
+    states, groups = random_states(), self.step.optimizer.param_groups
+    if self.device.type=="cuda": states["cuda"] = torch.cuda.get_rng_state(self.device)
+    found.randomness = repr([getattr(x, "tolist", lambda: x)() for x in states.values()])
+    found.left = (torch.cat([p.detach().flatten() for p in self.step.recorder.slots]),
+                  repr([[(k, x) for k, x in g.items() if k!="params"] for g in groups]))
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c06
 def _records(drawn:_Pass, n:int, b:int, seed:int)->tuple: # (records, others); positions
@@ -179,21 +173,13 @@ def _pairs(
                 yield size, record, rest[:place] + [record] + rest[place:], without
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c07
-def _apart(one:Tensor, other:Tensor, unit:float)->float: # Over the sensitivity
-    return float((one.double() - other.double()).norm())/unit
-
-def _is_alike(one:_Pass, other:_Pass)->bool:
-    "Whether two passes have left the same."
-    return torch.equal(one.weights, other.weights) and one.settings==other.settings
-
 def _repeats(rehearsal:_Rehearsal, batch:list)->tuple: # Whether a pass repeats; and is random
     "Look at one batch three times; from then on the optimizer is given its gradient."
     first = rehearsal(batch)
-    rehearsal.given = first.gradients[0]
-    again, shifted = rehearsal(batch), rehearsal(batch, shift=1)
-    def same(other): return (_apart(first.gradients[0], other.gradients[0], first.unit)
-        <= first.rounding/10 and _is_alike(first, other))
-    return same(again), not same(shifted)
+    rehearsal.given = first.gradient
+    def same(other): return first.same_left(other) and float(
+        (first.gradient - other.gradient).norm())<=rehearsal.rounding/10*first.unit
+    return same(rehearsal(batch)), not same(rehearsal(batch, shift=1))
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c08
 def _influences(rehearsal:_Rehearsal, records:list, others:list, is_random:bool):
@@ -204,11 +190,10 @@ def _influences(rehearsal:_Rehearsal, records:list, others:list, is_random:bool)
         if tuple(without) not in bases: bases = {tuple(without): rehearsal(without)}
         own, base = rehearsal(batch), bases[tuple(without)]
         if own.rule!=base.rule or is_random and own.randomness!=base.randomness: continue
-        moved = (own.gradients[0].double() - base.gradients[0].double())/own.unit
+        moved = (own.gradient.double() - base.gradient.double())/own.unit
         if size==0: alone[record] = moved
-        beside = float((moved - alone[record]).norm()) if record in alone else None
-        yield (float(moved.norm())/(1 + is_replaced), None if is_replaced else beside,
-               not _is_alike(own, base))
+        beside = None if is_replaced else float((moved - alone[record]).norm())
+        yield float(moved.norm())/(1 + is_replaced), beside, not own.same_left(base)
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c09
 @dataclass(frozen=True, kw_only=True)
@@ -217,16 +202,16 @@ class LoopFinding:
     passes:int # Of the loop
     pairs:int # Of batches that could be compared; 0 where a pass does not repeat
     influence:float # The largest, over the sensitivity
-    others:float|None # The largest change of other records' part; None where records are replaced
+    others:float|None # The most that other records' part moved; None where one replaced another
     is_past:bool # Whether weights followed the batch past the private gradient
     rows:int # Records that came to a step
-    steps:int # In so many batches that the loop's loader drew
+    steps:int # Batches in which they were drawn
     rate:float # The least rate that draws so many, over the accounted; at least 1
-    rounding:float # What sums of another length may differ by, over the sensitivity
+    rounding:float # What influence and others may be off by
 
     @property
     def strength(self)->float: # In [0, 1]
-        "What is left of the noise where a record moves more than the sensitivity."
+        "The part of the noise that is left."
         if self.is_past: return 0.
         return 1/self.influence if self.influence>1 + self.rounding else 1.
 
@@ -238,23 +223,20 @@ def _clipping(self:LoopFinding)->str:
         "repeat with the same random numbers: leave schedulers and other state of its own out")
     beside = ("one record replaced another" if self.others is None else
         f"the others' part moved by at most {self.others:.2g}")
-    past = ("weights or settings followed the batch past the private gradient, without noise"
-            if self.is_past else "weights followed the private gradient alone")
     return (f"a record moved the sum by at most {self.influence:.3g} of the sensitivity in "
-        f"{self.pairs} pairs of batches ({beside}); {past}")
+        f"{self.pairs} pairs of batches ({beside}); weights followed "
+        f"{'raw data past' if self.is_past else 'nothing but'} the private gradient")
 
 @patch
-def __str__(self:LoopFinding)->str:
-    "Half a sentence."
-    wrong = [said for said, holds in (
-        ("one record moves more than is accounted", self.influence>1 + self.rounding),
-        ("records meet", (self.others or 0)>self.rounding), ("noise is passed by", self.is_past),
-        ("more records are drawn than is accounted", self.rate>1)) if holds]
-    batches = f"{self.rows:,} records in {self.steps} batches, " + ("as accounted" if self.rate==1
-        else f"at least {self.rate:.3g} times the accounted rate")
-    verdict = f"WRONG: {', '.join(wrong)}. " if wrong else ""
-    return (f"{verdict}Through the loop's own module, optimizer and loader, in {self.passes} "
-        f"passes: {self._clipping()}; {batches}.")
+def __str__(self:LoopFinding)->str: # A sentence, or two
+    wrong = {"one record moves more than is accounted": self.influence>1 + self.rounding,
+        "records meet": (self.others or 0)>self.rounding, "noise is passed by": self.is_past,
+        "more records are drawn than is accounted": self.rate>1}
+    rate = "as accounted" if self.rate==1 else f"at least {self.rate:.3g} times the accounted rate"
+    said = ", ".join(sentence for sentence, holds in wrong.items() if holds)
+    return (f"WRONG: {said}. "*bool(said) + "Through the loop's own module, optimizer and loader, "
+        f"in {self.passes} passes: {self._clipping()}; {self.rows:,} records in {self.steps} "
+        f"batches, {rate}.")
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c12
 _DRAWN = 20 # Batches that are drawn
@@ -265,8 +247,8 @@ def _least_rate(rows:int, trials:int, rate:float, alpha:float)->float: # Over th
 
 def _look_at_loop(engine:PrivacyEngine, loop:Callable, alpha:float, seed:int)->LoopFinding:
     "Attack clipping and batches through the user's own loop."
-    rehearsal, batches = _Rehearsal(engine, loop, seed=seed), engine.batches
-    plan, n = batches.plan, batches.records
+    rehearsal, plan, n = _Rehearsal(engine, loop, seed=seed), engine.batches.plan, (
+        engine.batches.records)
     drawn = rehearsal(steps=_DRAWN)
     rows, steps = sum(map(len, drawn.norms)), len(drawn.norms)
     records, others = _records(drawn, n, plan.expected_batch_size, seed)
@@ -274,8 +256,8 @@ def _look_at_loop(engine:PrivacyEngine, loop:Callable, alpha:float, seed:int)->L
     found = list(_influences(rehearsal, records, others, is_random)) if repeats else []
     moved, beside, past = zip(*found) if found else ((0.,), (None,), (False,))
     return LoopFinding(passes=rehearsal.passes, pairs=len(found), influence=max(moved),
-        others=max((x for x in beside if x is not None), default=None), is_past=any(past),
-        rows=rows, steps=steps, rounding=drawn.rounding,
+        others=None if beside[0] is None else max(beside), is_past=any(past), rows=rows,
+        steps=steps, rounding=rehearsal.rounding,
         rate=_least_rate(rows, steps*n, plan.sample_rate, alpha))
 
 # %% ../../nbs/audits/engine.ipynb #12fa21d8
@@ -292,8 +274,7 @@ class StepFinding(Finding):
         rest = ("; clipping and batches were not attacked: give audit your loop, as "
             "loop=one_pass." if self.loop is None else f". {self.loop}")
         return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the "
-            "noise "
-            f"of the loop's own step: {self.steps} steps on empty batches, {self.parameters} "
+            f"noise of the loop's own step: {self.steps} steps on empty batches, {self.parameters} "
             f"parameters, {self.noise:.3g} of the accounted noise in the one with least, "
             f"{'new in every step' if self.is_new else 'the same in two steps'}{rest}")
 
@@ -354,9 +335,8 @@ def audit(self:PrivacyEngine,
     events = [_as_found(event, found["noise"], through) for event in report.events]
     attack = audit_schedule(events, delta=report.delta, draws=draws, confidence=confidence,
         seed=seed)
-    values = {f.name: getattr(attack, f.name) for f in fields(attack)}
-    return AuditReport(**{f.name: getattr(report, f.name) for f in fields(report)}
-        | {"empirical": StepFinding(**values, **found, loop=through)})
+    return AuditReport(**vars(report)
+        | {"empirical": StepFinding(**vars(attack), **found, loop=through)})
 
 # %% ../../nbs/audits/engine.ipynb #73d3c26a
 def _as_found(event:MechanismEvent, noise:float, loop:LoopFinding|None)->MechanismEvent:
