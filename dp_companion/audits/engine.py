@@ -152,25 +152,29 @@ def _note_end(self:_Rehearsal, found:_Pass):
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c06
 def _records(drawn:_Pass, n:int, b:int, seed:int)->tuple: # (records, others); positions
-    "The records to look at, and those beside them, the last of which may replace them."
+    "The records to look at, and those beside them, the first of which may replace them."
     rows, norms = sum(drawn.drawn, []), torch.cat(drawn.norms).nan_to_num(0, 0, 0)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     ends = [rows[int(norms.argmax())], rows[int(norms.argmin())]] if len(rows)==len(norms)>0 else []
     records = list(dict.fromkeys(ends + order[:3]))[:min(3, max(n-1, 1))]
-    return records, [k for k in order if k not in records][:b]
+    return records, [k for k in order if k not in records][:2*b]
 
 def _pairs(
     records:list, others:list, # As `_records` gives them
-    is_replaced:bool, # Whether a record is replaced, by the last of the others
-): # Yields (size, record, batch with it, batch without it)
+    b:int, # Expected batch size
+    is_replaced:bool, # Whether a record is replaced, by the first of the others
+    is_last:bool, # Whether it can only be last
+): # Yields (what decides the record's part, batch with it, batch without it)
     "Batches that differ in one record."
-    spare, beside = others[-1:], others[:-1]
-    for size in sorted({0, min(1, len(beside)), len(beside)}):
-        rest = beside[:size]
-        for place in sorted({0, size//2, size}):
-            without = rest[:place] + spare*is_replaced + rest[place:]
-            for record in records:
-                yield size, record, rest[:place] + [record] + rest[place:], without
+    spare, beside = others[:1], others[1:]
+    for size in sorted({min(k, len(beside)) for k in (0, 1, b-1)}):
+        again = is_replaced and not is_last and 0<size<len(beside)
+        for rest in [beside[:size]] + [beside[-size:]]*again:
+            for place in sorted({size} if is_last else {0, size//2, size}):
+                without = rest[:place] + spare*is_replaced + rest[place:]
+                for record in records:
+                    key = (record, size, place) if is_replaced else record
+                    yield key, rest[:place] + [record] + rest[place:], without
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c07
 def _repeats(rehearsal:_Rehearsal, batch:list)->tuple: # Whether a pass repeats; and is random
@@ -184,15 +188,17 @@ def _repeats(rehearsal:_Rehearsal, batch:list)->tuple: # Whether a pass repeats;
 # %% ../../nbs/audits/engine.ipynb #6a1e0c08
 def _influences(rehearsal:_Rehearsal, records:list, others:list, is_random:bool):
     "Yields how far a record and the others' part moved, or None; and whether weights followed."
-    is_replaced = is_random or rehearsal.step.counts_first
-    bases, alone = {}, {}
-    for size, record, batch, without in _pairs(records, others, is_replaced):
+    batches, is_replaced = rehearsal.engine.batches, is_random or rehearsal.step.counts_first
+    bases, parts = {}, {}
+    for key, batch, without in _pairs(records, others, batches.plan.expected_batch_size,
+                                      is_replaced, is_random and batches.fetched_ahead>0):
         if tuple(without) not in bases: bases = {tuple(without): rehearsal(without)}
         own, base = rehearsal(batch), bases[tuple(without)]
         if own.rule!=base.rule or is_random and own.randomness!=base.randomness: continue
         moved = (own.gradient.double() - base.gradient.double())/own.unit
-        if size==0: alone[record] = moved
-        beside = None if is_replaced else float((moved - alone[record]).norm())
+        key = key, own.rule, own.randomness*is_random
+        beside = float((moved - parts[key]).norm()) if key in parts else None
+        parts.setdefault(key, moved)
         yield float(moved.norm())/(1 + is_replaced), beside, not own.same_left(base)
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c09
@@ -202,7 +208,8 @@ class LoopFinding:
     passes:int # Of the loop
     pairs:int # Of batches that could be compared; 0 where a pass does not repeat
     influence:float # The largest, over the sensitivity
-    others:float|None # The most that other records' part moved; None where one replaced another
+    others:float|None # The most that other records' part moved; None where it cannot be told
+    is_replaced:bool # Whether one record replaced another
     is_past:bool # Whether weights followed the batch past the private gradient
     rows:int # Records that came to a step
     steps:int # Batches in which they were drawn
@@ -221,11 +228,11 @@ def _clipping(self:LoopFinding)->str:
     "What is said of clipping."
     if not self.pairs: return ("clipping was not attacked, since a pass of the loop does not "
         "repeat with the same random numbers: leave schedulers and other state of its own out")
-    beside = ("one record replaced another" if self.others is None else
-        f"the others' part moved by at most {self.others:.2g}")
-    return (f"a record moved the sum by at most {self.influence:.3g} of the sensitivity in "
-        f"{self.pairs} pairs of batches ({beside}); weights followed "
-        f"{'raw data past' if self.is_past else 'nothing but'} the private gradient")
+    beside = "" if self.others is None else f", and the others' part by {self.others:.2g}"
+    return (f"a record moved the sum by at most {self.influence:.3g} of the sensitivity"
+        f"{' (half a replacement)'*self.is_replaced}{beside}, in {self.pairs} pairs of batches; "
+        f"weights followed {'raw data past' if self.is_past else 'nothing but'} the private "
+        "gradient")
 
 @patch
 def __str__(self:LoopFinding)->str: # A sentence, or two
@@ -252,12 +259,13 @@ def _look_at_loop(engine:PrivacyEngine, loop:Callable, alpha:float, seed:int)->L
     drawn = rehearsal(steps=_DRAWN)
     rows, steps = sum(map(len, drawn.norms)), len(drawn.norms)
     records, others = _records(drawn, n, plan.expected_batch_size, seed)
-    repeats, is_random = _repeats(rehearsal, others)
+    repeats, is_random = _repeats(rehearsal, others[:plan.expected_batch_size])
     found = list(_influences(rehearsal, records, others, is_random)) if repeats else []
     moved, beside, past = zip(*found) if found else ((0.,), (None,), (False,))
     return LoopFinding(passes=rehearsal.passes, pairs=len(found), influence=max(moved),
-        others=None if beside[0] is None else max(beside), is_past=any(past), rows=rows,
-        steps=steps, rounding=rehearsal.rounding,
+        others=max((x for x in beside if x is not None), default=None), is_past=any(past),
+        is_replaced=is_random or rehearsal.step.counts_first, rows=rows, steps=steps,
+        rounding=rehearsal.rounding,
         rate=_least_rate(rows, steps*n, plan.sample_rate, alpha))
 
 # %% ../../nbs/audits/engine.ipynb #12fa21d8

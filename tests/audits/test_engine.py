@@ -95,7 +95,8 @@ def test_an_honest_loop_is_found_to_be_what_is_accounted(kind):
     found = report.empirical.loop
     assert "WRONG" not in str(report) and report.empirical.epsilon <= report.epsilon
     assert found.pairs >= 9 and 0 < found.influence <= 1 + found.rounding
-    assert (found.others is None) == (kind in ("dropout", "counts first"))
+    assert found.is_replaced == (kind in ("dropout", "counts first"))
+    assert found.others is None if kind == "counts first" else found.others <= found.rounding
     assert found.strength == found.rate == 1
 
 
@@ -130,11 +131,13 @@ def often(engine, model, optimizer):
     engine.batches.draw = three
 
 
+@pytest.mark.parametrize("dropout", [0., .5])
 @pytest.mark.parametrize("plant, sentence", [
     (meeting, "records meet"), (first_of_all, "records meet"), (divided, "records meet"),
     (unclipped, "one record moves more"), (often, "more records are drawn")])
-def test_a_fault_in_module_step_or_loader_is_found_through_the_loop_alone(plant, sentence):
-    engine, model, optimizer, loader = given()
+def test_a_fault_in_module_step_or_loader_is_found_through_the_loop_alone(plant, sentence,
+                                                                          dropout):
+    engine, model, optimizer, loader = given(dropout=dropout)
     loop = loop_of(model, optimizer, loader)
     loop()
     plant(engine, model, optimizer)
@@ -289,7 +292,28 @@ def test_workers_fetch_the_batches_of_an_audit_between_two_passes_alone():
     loop()
     with pytest.raises(ValueError, match="an audit must be between two passes"):
         loop_of(model, optimizer, loader, after_step=lambda x: audited(engine, loop))()
-    found = engine.batches.rehearsed([3, 4])
-    with found as drawn:
-        loop()
+    with engine.batches.rehearsed([3, 4]) as drawn: loop()
     assert drawn == [[3, 4]]
+
+
+class Erased(torch.utils.data.Dataset):
+    "Augments by as many random numbers as it takes, as RandomResizedCrop does."
+    def __len__(self): return 60
+    def __getitem__(self, k):
+        while torch.rand(()) < .5: pass
+        return torch.randn(6)*(1 + k%2), k%3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_honest_loop_may_augment_by_any_number_of_random_numbers(workers):
+    torch.manual_seed(0)
+    model, engine = network(), PrivacyEngine(secure_mode=False)
+    model, optimizer, loader = engine.make_private(module=model, noise_multiplier=1.,
+        optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1.,
+        data_loader=torch.utils.data.DataLoader(Erased(), batch_size=10, num_workers=workers))
+    loop = loop_of(model, optimizer, loader)
+    loop()
+    report = audited(engine, loop)
+    found = report.empirical.loop
+    assert "WRONG" not in str(report) and found.is_replaced and found.pairs > 0
+    assert (found.others is None) == bool(workers)
