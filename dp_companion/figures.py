@@ -39,7 +39,7 @@ def least_size(
     panels:int=1, # Axes side by side
 )->float: # Points, as matplotlib counts them
     "The size of text that a page shows at 9 points, a point being 96/72 pixels."
-    panel = 1.06*width/panels/_PHONE if panels > 1 else 0
+    panel = 1.1*width/panels/_PHONE if panels > 1 else 0
     return 9.05*96/_DPI*max(1, _DPI*width/_COLUMN, _DPI*panel)
 
 def _raise_small_text(fig, least):
