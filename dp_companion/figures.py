@@ -73,7 +73,8 @@ def _drawn(fig, salt):
         fig.savefig(out, format="svg", metadata={"Date": None})
     groups = r'^  <g id="(?:axes|legend)_\d+">(.*?)^  </g>$'
     found = re.findall(groups, out.getvalue(), re.M|re.S)
-    found[0] += "".join(re.findall("<clipPath.*?</clipPath>", out.getvalue(), re.S))
+    shared = "(?s)<(?:clipPath|pattern).*?</(?:clipPath|pattern)>"
+    found[0] += "".join(re.findall(shared, out.getvalue()))
     return [_small(svg) for svg in found]
 
 # %% ../nbs/figures.ipynb #ddb5de74
