@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..algorithms.clipping import ClipRule, GlobalAdapt
 from ..algorithms.private_step import PrivateStep
-from .bounds import Finding, finding_from_guesses, finding_from_scores
+from .bounds import Finding, finding_from_scores
 from ..budgets.events import MechanismEvent
 from ..budgets.schedules import _real, _whole, _word
 
