@@ -35,18 +35,18 @@ _DPI, _COLUMN = 110, 740 # Dots an inch; pixels of a page's column, to which wid
 _PHONE = 320 # Pixels of a phone's column
 
 def least_size(
-    width:float, # Of the figure, inches
+    width:float, # Inches
     panels:int=1, # Axes side by side
 )->float: # Points, as matplotlib counts them
     "The size of text that a page shows at 9 points, a point being 96/72 pixels."
-    panel = 1.06*width/panels/_PHONE if panels > 1 else 0 # some panels are wider than others
+    panel = 1.1*width/panels/_PHONE if panels > 1 else 0
     return 9.05*96/_DPI*max(1, _DPI*width/_COLUMN, _DPI*panel)
 
 def _raise_small_text(fig, least):
     "No text of a figure is shown smaller than 9 points."
     for text in fig.findobj(Text):
         if text.get_fontsize() < least: text.set_fontsize(least)
-    for legend in fig.legends: # two columns where a phone has room for them
+    for legend in fig.legends:
         if legend.get_window_extent().width > _PHONE: legend.set_ncols(1)
 
 # %% ../nbs/figures.ipynb #ddb5de73
@@ -73,7 +73,8 @@ def _drawn(fig, salt):
         fig.savefig(out, format="svg", metadata={"Date": None})
     groups = r'^  <g id="(?:axes|legend)_\d+">(.*?)^  </g>$'
     found = re.findall(groups, out.getvalue(), re.M|re.S)
-    found[0] += "".join(re.findall("<clipPath.*?</clipPath>", out.getvalue(), re.S))
+    shared = "(?s)<(?:clipPath|pattern).*?</(?:clipPath|pattern)>"
+    found[0] += "".join(re.findall(shared, out.getvalue()))
     return [_small(svg) for svg in found]
 
 # %% ../nbs/figures.ipynb #ddb5de74
@@ -136,7 +137,7 @@ def _show(fig, axes):
     from IPython.display import SVG, display
     size, is_wide = 72*fig.get_size_inches(), len(axes) == 1 and _DPI*fig.get_figwidth() > 400
     parts = "".join(_parts(fig, axes, "wide" if is_wide else ""))
-    if len(parts) > 60_000: return plt.show() # a PNG of very many marks is smaller
+    if len(parts) > 60_000: return plt.show() # a PNG is smaller
     if is_wide:
         _lay_out_for_a_phone(fig, axes[0])
         parts += "".join(_parts(fig, axes, 'narrow" display="none'))
@@ -160,7 +161,7 @@ def figure(
                                  layout="constrained", **kwargs)
         for ax in np.atleast_1d(axes):
             ax.set(xlabel=xlabel, ylabel=ylabel)
-            ax.tick_params(labelleft=True, labelbottom=True) # a phone shows each panel by itself
+            ax.tick_params(labelleft=True, labelbottom=True)
             if xlabel.startswith("epoch"):
                 ax.xaxis.get_major_locator().set_params(integer=True)
             ax.grid(alpha=.3)

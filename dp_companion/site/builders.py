@@ -188,7 +188,7 @@ def _quarto_config(draft):
     config = draft.inputs.quarto
     sidebar = {**config["website"]["sidebar"], "contents": draft.sidebar}
     project = {**config.get("project", {}), "output-dir": "_site", "resources": ["_files/**"],
-               "render": [path for _, path in sidebar_pages(draft.sidebar)]}
+               "render": sidebar_pages(draft.sidebar)}
     return {**config, "project": project, "website": {**config["website"], "sidebar": sidebar}}
 
 # %% ../../nbs/site/builders.ipynb #bb694cd1

@@ -29,17 +29,12 @@ def notice(
 # %% ../../nbs/site/drafts.ipynb #4464d8cf
 def sidebar_pages(
     contents:list|str, # Of a Quarto sidebar: paths, `{href: …}`, `{section: …, contents: […]}`
-    section:str="", # Headings above it
-)->list[tuple[str, str]]: # (section, path) in the order of the sidebar
-    "Every page that a sidebar lists, below the headings of its sections."
+)->list[str]: # Paths, in the order of the sidebar
+    "Every page that a sidebar lists."
     pages = []
     for item in [contents] if isinstance(contents, str) else contents:
-        own = item if isinstance(item, str) else item.get("href")
-        if isinstance(item, str) or "contents" not in item: pages.append((section, own))
-        else:
-            below = " › ".join(filter(None, [section, item.get("section", "")]))
-            pages += [(below, own)] if own else []
-            pages += sidebar_pages(item["contents"], below)
+        if isinstance(item, str): pages.append(item)
+        else: pages += [*filter(None, [item.get("href")]), *sidebar_pages(item.get("contents", []))]
     return pages
 
 def _available_sidebar(contents, available, named):
@@ -166,7 +161,7 @@ def make_draft(
     "Process every page that the sidebar lists, and gather what the links between them need."
     files, api = inputs.notebooks, api_pages(inputs.package)
     sidebar = _sidebar(inputs, api)
-    listed = [path for _, path in sidebar_pages(sidebar)]
+    listed = sidebar_pages(sidebar)
     for path in sorted(set(files) - set(listed)):
         notice(f"{path} is not in the sidebar of _quarto.yml, so it has no page")
     pages = {path.removesuffix(".ipynb"): process_notebook(files[path])
@@ -181,7 +176,7 @@ def make_draft(
 def _sidebar(inputs, api):
     "The sidebar of `_quarto.yml` with the pages that exist."
     contents = inputs.quarto["website"]["sidebar"]["contents"]
-    named = frozenset(path for _, path in sidebar_pages(contents))
+    named = frozenset(sidebar_pages(contents))
     available = [*inputs.notebooks, *(f"{page}.md" for page in api)]
     return _available_sidebar(contents, available, named)
 

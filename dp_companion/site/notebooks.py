@@ -123,7 +123,6 @@ def _size(job): return job[0].stat().st_size # with its cells grows the time tha
 def _report(failures, total):
     "Raise one sentence if notebooks failed."
     if not failures: return
-    if len(failures) == 1: raise RuntimeError(failures[0])
     raise RuntimeError(f"{len(failures)} of {total} notebooks failed; the others are kept. "
                        + "; ".join(failures))
 
@@ -295,8 +294,7 @@ def _execute_watched(experiments, parameters, *, workers=2, committed=None):
     work = lambda: failures.extend(_train(stale, parameters, workers, committed))
     count = lambda: sum(1 for _ in runs.glob("*/record.json"))
     thread, before = Thread(target=work, daemon=True), count()
-    with tqdm(desc="experiments", unit="run", disable=not stale,
-              bar_format="{desc}: {n_fmt} new records, {elapsed}") as bar:
+    with tqdm(desc="experiments", unit=" new records", disable=not stale) as bar:
         thread.start()
         while thread.is_alive():
             thread.join(1)

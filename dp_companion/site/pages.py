@@ -116,8 +116,7 @@ class SiteMap:
         if label in self.labels.get(page, {}): return f"[{self.labels[page][label]}](#{label})"
         others = [other for other, labels in self.labels.items() if label in labels]
         if len(others) != 1:
-            definers = "several other pages define" if others else "no page defines"
-            raise SiteError(f"{page} refers to @{label}, which {definers}")
+            raise SiteError(f"{page} refers to @{label}, which {len(others) or 'no'} page defines")
         there, = others
         words = f"{self.labels[there][label]} of “{self.titles[there]}”"
         return f"[{words}]({self.url(page, there)}.html#{label})"

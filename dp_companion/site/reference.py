@@ -8,6 +8,8 @@ __all__ = ['api_pages']
 # %% ../../nbs/site/reference.ipynb #26b89814
 import ast
 import io
+import re
+import textwrap
 import tokenize
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def _function_parameters(node, comments):
 def _class_fields(node, comments):
     "(name, type, default, meaning) of each annotated field of a dataclass."
     fields = [line for line in node.body if isinstance(line, ast.AnnAssign)
-              and _code(line.target)[0] != "_"]
+              and _code(line.target)[0] != "_" and "ClassVar" not in _code(line.annotation)]
     return [(_code(f.target), _code(f.annotation), _code(f.value), comments.get(f.end_lineno, ""))
             for f in fields]
 
@@ -49,11 +51,8 @@ def _signature(node, name):
     "The signature of a function, as Python writes it."
     returns = f" -> {_code(node.returns)}" if node.returns else ""
     line = f"{name}({_code(node.args)}){returns}"
-    if len(line) <= 88: return line
-    rows = [(n, _shown(n, kind, default)) for n, kind, default, _ in _function_parameters(node, {})]
-    first = [arg.arg for arg in node.args.kwonlyargs[:1]]
-    body = "".join(f"    *,\n    {row},\n" if [n] == first else f"    {row},\n" for n, row in rows)
-    return f"{name}(\n{body}){returns}"
+    body = textwrap.indent(textwrap.fill(_code(node.args), 80), "    ")
+    return line if len(line) <= 88 else f"{name}(\n{body}\n){returns}"
 
 def _table(rows):
     "A Markdown table of parameters, empty without any."
@@ -84,6 +83,13 @@ def _function_parts(node, name, comments):
     return _signature(node, name), _function_parameters(node, comments), returned
 
 # %% ../../nbs/site/reference.ipynb #5a7fbff1
+def _lineage(node, tree):
+    "A class after the private ones of its module that it builds on."
+    for base in tree.body:
+        if getattr(base, "name", "x")[0] == "_" and base.name in map(_code, node.bases):
+            yield from _lineage(base, tree)
+    yield node
+
 def _module_members(tree):
     "Name to definition of what is public in a module, in its order; methods as `Class.method`."
     shown = [ast.literal_eval(line.value) for line in tree.body if isinstance(line, ast.Assign)
@@ -96,17 +102,26 @@ def _module_members(tree):
         if node.name[0] == "_" if owner or not shown else node.name not in shown[0]: continue
         members[owner+node.name] = node
         if isinstance(node, ast.ClassDef):
-            members |= {f"{node.name}.{m.name}": m for m in node.body
-                        if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
+            members |= {f"{node.name}.{m.name}": m for line in _lineage(node, tree)
+                        for m in line.body if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
     return members
+
+def _explained(page, tree):
+    "A parameter without a meaning has that of `_ARGUMENTS`, or of the first of its name."
+    said = dict(re.findall(r"^\| `(\w+)[^`]*` \| (.+) \|$", page, re.M)[::-1])
+    for line in tree.body:
+        if isinstance(line, ast.Assign) and _code(line.targets[0]) == "_ARGUMENTS":
+            said |= ast.literal_eval(line.value)
+    return re.sub(r"^(\| `(\w+)[^`]*` \|)  \|$", lambda row: f"{row[1]} {said.get(row[2], '')} |",
+                  page, flags=re.M)
 
 def _module_page(module, title):
     "The reference page of one module, and the names that it documents."
     source = module.read_text(encoding="utf-8")
     tree, comments = ast.parse(source), _line_comments(source)
     entries = {name: _entry(node, name, comments) for name, node in _module_members(tree).items()}
-    return "\n\n".join(filter(None, [f"# {title}", ast.get_docstring(tree),
-                                     *entries.values()])), list(entries)
+    parts = filter(None, [f"# {title}", ast.get_docstring(tree), *entries.values()])
+    return _explained("\n\n".join(parts), tree), list(entries)
 
 # %% ../../nbs/site/reference.ipynb #65470870
 def api_pages(

@@ -87,7 +87,6 @@ def _is_current(inputs, builder, out):
     "Whether the site in `out` was built from the same inputs."
     try: mark = json.loads((out/_MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError): return False
-    if not (out/"index.html").is_file(): return False
     return mark["hash"] == _inputs_hash(inputs, builder, mark["linked"])
 
 # %% ../../nbs/site/site.ipynb #7b362e80

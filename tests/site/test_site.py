@@ -495,6 +495,19 @@ BOX = """::: {.callout-tip title="Holds"}
 Digits: 3 seeds."""
 
 
+def test_the_reference_explains_what_a_user_types():
+    from dp_companion.site.reference import api_pages
+    pages = api_pages(REPO/"dp_companion")
+    engine, names = pages["api/algorithms.privacy_engine"]
+    assert {"PrivacyEngine.make_private", "PrivacyEngine.make_private_with_epsilon"} <= {*names}
+    entry = engine.partition("### `PrivacyEngine.make_private`")[2].partition("\n### ")[0]
+    rows = [row.split(" | ") for row in entry.splitlines() if row.startswith("| `")]
+    assert len(rows) > 10 and all(len(meaning) > 10 for _, meaning in rows)
+    for page in ("budgets.schedules", "budgets.certified", "budgets.risk", "audits.bounds",
+                 "audits.runs", "audits.whole_runs"):
+        assert not re.findall(r"^\| `[^`]*` \|  \|$", pages[f"api/{page}"][0], re.M), page
+
+
 def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clone):
     page = "papers/toy/experiments/halves"
     quarto = json.loads((clone/"_quarto.yml").read_text())

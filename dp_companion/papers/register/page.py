@@ -12,7 +12,6 @@ import io
 import math
 from dataclasses import asdict, fields
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 
 from . import (HOLDS, NOT_ENOUGH, OVERSTATED, Recomputed, _counts,
                                           recompute_all, summary)
@@ -142,14 +141,3 @@ def register_csv(
         cells = [getattr(claim, name) for name in _FROM_CLAIM]
         table.writerow([r.name, *cells, inferred, *(found[name] for name in follows)])
     return text.getvalue()
-
-def register_citation()->str: # BibTeX
-    "How to cite the register, with the version of this package."
-    try: number = version("dp-companion")
-    except PackageNotFoundError: number = "from source"
-    return ("@misc{dp_companion_register,\n"
-            "  title = {A register of recomputed privacy claims},\n"
-            "  author = {{dp-companion authors}},\n"
-            f"  note = {{dp-companion {number}, {len(register())} claims}},\n"
-            "  howpublished = {https://github.com/dp-companion/dp-companion},\n"
-            "  year = {2026}\n}")
