@@ -155,7 +155,7 @@ def test_the_attack_is_above_the_certificate_where_one_record_moves_by_several_b
         loop()
         plant(engine, model, optimizer)
         report = engine.audit(1e-3, loop=loop, draws=4000)
-        assert report.empirical.loop.influence > 3
+        assert report.empirical.loop.influence > 2
         assert report.empirical.epsilon > report.epsilon
 
 
