@@ -48,8 +48,11 @@ class ClipRule:
         "l2 sensitivity of the sum of scaled gradients when one record is added or removed."
         return self.max_grad_norm
 
-    def weight(self, n, groups=None):
-        "The rule's formula on float64 norms `n`, (batch,)."
+    def weight(self,
+        n, # (batch,) float64 norms
+        groups=None, # (batch,) labels, for rules that need them
+    ):
+        "The rule's formula."
         raise NotImplementedError(f"{type(self).__name__} must define weight(n, groups)")
 
 # %% ../../nbs/algorithms/clipping.ipynb #a22e0a0d

@@ -27,7 +27,9 @@ class Refusal:
     why:str # Why it has no per-sample gradient; continues the name of what was found
     instead:str # What to do
 
-    def check(self, model:nn.Module):
+    def check(self,
+        model:nn.Module, # With all its modules
+    ):
         "Refuse a model that has it."
         place = next(iter(self.found(model)), None)
         if place is not None: raise UnsupportedModuleError(f"{place} {self.why}; {self.instead}")

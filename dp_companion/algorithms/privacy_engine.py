@@ -251,7 +251,9 @@ class _Private(_Declared):
     def noise_source(self)->str: # secure or seeded; for records
         return self.batches.source.label
 
-    def get_epsilon(self, delta:float)->float: # Upper bound (nats)
+    def get_epsilon(self,
+        delta:float, # In (0, 1)
+    )->float: # Upper bound (nats)
         "What has been spent so far, as in Opacus."
         return self.accountant.get_epsilon(delta)
 
@@ -409,7 +411,9 @@ def _warn_of_state(optimizer):
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #abbde380
 @patch
-def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of noise, and of batches
+def sources(self:PrivacyEngine, noise_generator,
+    batch_generator, # As noise_generator, for batches
+)->tuple: # Of noise, and of batches
     "Where random bits come from."
     if not isinstance(noise_generator, torch.Generator|None): raise ValueError("noise_generator "
         f"must be a torch.Generator or None, got noise_generator={noise_generator!r}")
@@ -424,8 +428,10 @@ def sources(self:PrivacyEngine, noise_generator, batch_generator)->tuple: # Of n
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #ac3e56ab
 @patch
-def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
-    noise_generator)->tuple: # As `make_private`
+def assemble(self:PrivacyEngine,
+    recipe:Recipe, # Rule, plan, schedules and target
+    module, optimizer, data_loader, noise_generator
+)->tuple: # As `make_private`
     "Step, optimizer, loader and module of a recipe."
     collate = collate_of(data_loader) # Before anything is changed
     _warn_of_state(optimizer)
@@ -450,7 +456,9 @@ def assemble(self:PrivacyEngine, recipe:Recipe, module, optimizer, data_loader,
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #413b7c69
 @patch
-def budget(self:PrivacyEngine, delta:float|None=None)->BudgetReport: # None: the target's delta
+def budget(self:PrivacyEngine,
+    delta:float|None=None, # In (0, 1); None: the target's delta
+)->BudgetReport:
     "The report of all steps so far."
     if delta is None and self.target_delta is None: raise ValueError("delta must be given where "
         "there is no target_delta, got delta=None")
@@ -481,7 +489,9 @@ def state_dict(self:PrivacyEngine)->dict: # Plain values and tensors
 
 # %% ../../nbs/algorithms/privacy_engine.ipynb #c62dc52b
 @patch
-def load_state_dict(self:PrivacyEngine, state:dict):
+def load_state_dict(self:PrivacyEngine,
+    state:dict, # From `state_dict`
+):
     "Take up a saved state in a fresh engine of the same settings."
     optimizer = self.optimizer
     if optimizer is None: raise ValueError("load_checkpoint must come after make_private, got an "

@@ -76,7 +76,9 @@ class PrivateModule(nn.Module):
     def to_standard_module(self)->nn.Module: return self._module # Opacus's name for it
 
     @torch._disable_dynamo # Runs as Python where a caller compiles the module
-    def forward(self, *args, **kwargs):
+    def forward(self,
+        *args, **kwargs # As the user's module takes them
+    ):
         inputs, state = Arguments(args, kwargs), self.private_step.spot_check.state
         if not (self.training and torch.is_grad_enabled()):
             with state.held(thorough=False): return self._module(*args, **kwargs)
@@ -147,11 +149,15 @@ def __reduce_ex__(self:PrivateModule, protocol):
     return operator.getitem, ((copy.deepcopy(self),), 0)
 
 @patch
-def state_dict(self:PrivateModule, *args, **kwargs):
+def state_dict(self:PrivateModule,
+    *args, **kwargs # As in torch
+):
     return self._module.state_dict(*args, **kwargs)
 
 @patch
-def load_state_dict(self:PrivateModule, *args, **kwargs):
+def load_state_dict(self:PrivateModule,
+    *args, **kwargs # As in torch
+):
     return self._module.load_state_dict(*args, **kwargs)
 
 @patch

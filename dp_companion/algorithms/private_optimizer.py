@@ -87,7 +87,9 @@ def __reduce_ex__(self:PrivateOptimizer, protocol):
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #c913c26a
 @patch
-def index(self:PrivateOptimizer, unit:str)->int: # Of the next step, from 0
+def index(self:PrivateOptimizer,
+    unit:str, # step or epoch
+)->int: # Of the next step, from 0
     "Where schedules that count a unit, step or epoch, are at the next step."
     return self.steps_taken if unit=="step" else self.epoch
 
@@ -101,7 +103,9 @@ def drop(self:PrivateOptimizer):
     self.zero_grad()
 
 @patch
-def signal_skip_step(self:PrivateOptimizer, do_skip:bool=True):
+def signal_skip_step(self:PrivateOptimizer,
+    do_skip:bool=True, # Whether more of the batch will come
+):
     "Say whether the next piece leaves its step open; Opacus's BatchMemoryManager calls it."
     self.batches.current_pass.skips.append(do_skip)
 
@@ -129,7 +133,9 @@ _ROWS = ("the passes of one step must hold the records of its batch once, "
     "got {} rows {} than were drawn; {}")
 
 @patch
-def check_rows_left(self:PrivateOptimizer, batch_size:int):
+def check_rows_left(self:PrivateOptimizer,
+    batch_size:int, # Rows of this pass
+):
     "Refuse more rows than the batch has records: one of them would be in the sum twice."
     self.rows_left -= batch_size
     if self.rows_left<0: raise ValueError(_ROWS.format(-self.rows_left, "more",
@@ -208,7 +214,9 @@ def backward(self:PrivateOptimizer,
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #4d261d72
 @patch
-def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
+def zero_grad(self:PrivateOptimizer,
+    set_to_none:bool=True, # As in torch; gradients are always None afterwards
+):
     "Forget the last forward and backward pass; the sums of a batch in pieces stay."
     # A forward pass alone stays: many loops call this after it
     if self.recorder.is_filled: self.recorder.clear()
@@ -216,7 +224,9 @@ def zero_grad(self:PrivateOptimizer, set_to_none:bool=True):
         for p in group["params"]: p.grad = None
 
 @patch
-def add_param_group(self:PrivateOptimizer, group):
+def add_param_group(self:PrivateOptimizer,
+    group, # Any: refused
+):
     raise ValueError("parameters must be in the optimizer before make_private, got a new group")
 
 @patch(as_prop=True)
@@ -231,7 +241,9 @@ def state_dict(self:PrivateOptimizer):
     return {**self.original_optimizer.state_dict(), "private_steps": len(self.ledger)}
 
 @patch
-def load_state_dict(self:PrivateOptimizer, state:dict):
+def load_state_dict(self:PrivateOptimizer,
+    state:dict, # From `state_dict`
+):
     "Take up a state, unless it is of steps that the ledger lacks."
     spent, known = state.get("private_steps", 0), len(self.ledger)
     if spent>known: raise ValueError("optimizer's state must be of steps in its ledger, got "

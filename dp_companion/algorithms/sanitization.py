@@ -52,7 +52,10 @@ class SanitizationLayer(nn.Module):
         return self._clip
 
     @clip.setter
-    def clip(self, value:float): self._clip = float(_real("clip", value))
+    def clip(self,
+        value:float, # C, finite, > 0
+    ):
+        self._clip = float(_real("clip", value))
 
 # %% ../../nbs/algorithms/sanitization.ipynb #b5f5bc95
 @patch(as_prop=True)

@@ -113,12 +113,16 @@ class Loop:
             noise_schedule=noise_schedule, noise_generator=noise, loss_reduction="sum"
         )
 
-    def backward(self, x, y):
+    def backward(self,
+        x, y # A batch
+    ):
         "The user's forward and backward pass."
         self.optimizer.zero_grad()
         self.model(x).sum().backward()
 
-    def run(self, epochs:int=1)->list[Tensor]: # L times the released gradient of each step
+    def run(self,
+        epochs:int=1, # How many
+    )->list[Tensor]: # L times the released gradient of each step
         "Train, with every record in group 0."
         step = self.optimizer.private_step
         with released(self.sgd) as seen, _reaches(self.sgd, step) as self.reaches:

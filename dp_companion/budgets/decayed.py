@@ -77,7 +77,7 @@ class ClaimedBudget:
     omega: float # Total order; vacuous at 1 or less
     epsilon: float # epsilon (nats); `inf` for as_derived where nothing follows
     # Of the worst release, of the conversion, and of the setting
-    preconditions: tuple[Precondition,...]
+    preconditions: tuple[Precondition,...] # Of the lemmas
     formula: str # as_printed, as_stated or as_derived
 
     @property

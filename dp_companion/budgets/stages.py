@@ -76,7 +76,9 @@ class Stages(Schedule):
         "Value in each stage."
         return self.initial*float(self.value_ratio)**-np.arange(self.stages)
 
-    def factor(self, index):
+    def factor(self,
+        index, # Of an epoch or step, from 0
+    ):
         if len(index) and max(index) >= self.length:
             raise ValueError(f"index must be < length={self.length}, got index={max(index)}; "
                              "build the schedule for the whole run")
@@ -114,7 +116,7 @@ class RenyiClaim:
     epsilon: float # epsilon (nats)
     order: float # alpha at which it was found
     preconditions: tuple[Precondition,...] # Of the lemmas
-    formula: str = "as_printed"
+    formula: str = "as_printed" # Which of the paper's forms
 
 def sad_claim(
     events:Iterable[MechanismEvent], # What ran, or will run; Poisson batches

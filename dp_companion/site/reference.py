@@ -16,9 +16,12 @@ from pathlib import Path
 # %% ../../nbs/site/reference.ipynb #cb29bdc1
 def _line_comments(source):
     "Line number to the comment on that line of a module."
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ").rstrip() for token in tokens
-            if token.type == tokenize.COMMENT}
+    found = [token for token in tokenize.generate_tokens(io.StringIO(source).readline)
+             if token.type == tokenize.COMMENT]
+    said = {token.start[0] + (token.line.strip()[0] == "#"): token.string.lstrip("# ").rstrip()
+            for token in found} # a line of its own is about the next one
+    return said | {token.start[0]: said[token.start[0]] for token in found
+                   if token.line.strip()[0] != "#"}
 
 def _code(node): # An expression as text, empty if there is none
     return "" if node is None else ast.unparse(node)
