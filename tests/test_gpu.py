@@ -44,7 +44,7 @@ def test_a_small_table_is_trained_in_time(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", [1, 2])
-def test_a_table_whose_time_is_up_goes_on_where_it_stopped(tmp_path, stack):
+def test_table_whose_time_is_up_goes_on_where_it_stopped(tmp_path, stack):
     from dp_companion.papers.grids import write_specs
     gpu = script()
     specs = gpu.table4(tmp_path/"runs", is_small=True)[:2]

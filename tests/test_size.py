@@ -39,3 +39,11 @@ def test_pages_open_quickly_where_notebooks_are_read_without_running_them():
              if ".ipynb_checkpoints" not in path.parts}
     assert {name: size for name, size in sizes.items() if size > 300_000} == {}
     assert sum(sizes.values()) <= 12_000_000
+
+
+def test_tests_are_found_by_their_names():
+    files = {path: path.read_text(encoding="utf-8") for path in (ROOT/"tests").rglob("*.py")}
+    assert {path.name for path, text in files.items() if len(text.splitlines()) > 600} == set()
+    names = [node.name for text in files.values() for node in ast.walk(ast.parse(text))
+             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    assert {name for name in names if name.count("_") > 10} == set()

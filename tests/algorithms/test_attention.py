@@ -122,7 +122,7 @@ def test_transformers_train_with_dropout(case):
 def masked(layer, x): return attend(layer, x, attn_mask=causal()[:5, :5], need_weights=False)
 
 
-def test_a_mask_in_opacus_s_attention_is_refused_and_the_advice_works():
+def test_mask_in_opacus_attention_is_refused_and_the_advice_works():
     def short(layer, x): return masked(layer, x[:, :5])
     with pytest.raises(ValueError, match="attn_mask must not be given to Opacus's "
                        "DPMultiheadAttention.*; use torch.nn.MultiheadAttention with "

@@ -75,13 +75,13 @@ def test_scaled_norm_never_exceeds_sensitivity_float64(rule, norms):
 
 @quick
 @given(rules(), st.lists(st.floats(allow_nan=True, width=32), max_size=6))
-def test_scale_of_anything_is_finite_even_where_no_norm_could_be(rule, values):
+def test_scale_is_finite_even_where_no_norm_could_be(rule, values):
     norms = torch.tensor(values, dtype=torch.float32)
     scale = rule.scale(norms, torch.zeros(len(values), dtype=torch.int64))
     assert torch.isfinite(scale).all() and (scale[~(norms >= 0)] == 0).all()
 
 
-def test_a_rule_of_ones_own_gets_zero_for_inf_and_nan():
+def test_rule_of_ones_own_gets_zero_for_inf_and_nan():
     class Bare(Flat):
         def weight(self, n, groups=None): return torch.ones_like(n)
     assert Bare().scale(torch.tensor([.5, INF, NAN])).tolist() == [1, 0, 0]

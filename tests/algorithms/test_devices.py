@@ -58,7 +58,7 @@ def in_layout(build, dtype, memory_format, dimensions):
                          ids=["double", "single"])
 @pytest.mark.parametrize("sigma", [0., 1.])
 @pytest.mark.parametrize("layout", CASES)
-def test_a_step_is_that_of_the_cpu_in_every_memory_format(layout, sigma, dtype, nearly):
+def test_step_is_that_of_the_cpu_in_every_memory_format(layout, sigma, dtype, nearly):
     "Noise fills memory in order: it is compared between models of one layout alone."
     build, memory_format = CASES[layout]
     x, y = deep_batch(dtype) if build is Volume else batch(build, 6, dtype=dtype)
@@ -72,7 +72,7 @@ def test_a_step_is_that_of_the_cpu_in_every_memory_format(layout, sigma, dtype, 
     assert difference(gradient(there).cpu(), gradient(here)) < nearly
 
 
-def test_five_steps_of_adam_end_with_the_weights_of_the_cpu():
+def test_five_steps_of_adam_end_with_weights_of_the_cpu():
     x, y = batch(mnist_cnn, 16, dtype=torch.float64)
     def trained(device):
         model = network(mnist_cnn, torch.float64).to(device)

@@ -67,7 +67,7 @@ def penalised(model, size):
     return loss
 
 
-def test_uses_past_the_layer_are_refused_from_whatever_step_they_begin():
+def test_uses_past_layer_are_refused_from_whatever_step_they_begin():
     x, y = torch.randn(8, 6, generator=seeded()), torch.arange(8)%3
     words = "every parameter must be used by its own layer alone"
     for steps in (0, 1, 2):
@@ -112,7 +112,7 @@ class Branches(nn.Module):
     def forward(self, x): return self.layers[self.use](x)
 
 
-def test_a_layer_that_a_batch_does_not_reach_has_no_gradient():
+def test_layer_that_a_batch_does_not_reach_has_no_gradient():
     x, y = torch.randn(8, 6, dtype=torch.float64, generator=seeded()), torch.arange(8)%3
     step = step_for(network(Branches, torch.float64))
     for use in (0, 1):
@@ -187,7 +187,7 @@ def test_a_layer_without_a_formula_may_change_between_steps():
     assert difference(8*gradient(step), found.flatten()) < 1e-9
 
 
-def test_what_a_layer_has_read_may_not_change_before_the_sum():
+def test_what_layer_has_read_may_not_change_before_the_sum():
     model = nn.Linear(3, 2)
     book, x = book_keeping.BookKeeping(model), torch.ones(4, 3)
     with book.recording(): outputs = model(x)
@@ -309,7 +309,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("way", ["step", "loop"])
 @pytest.mark.parametrize("kind", ["positions", "instance norm", "part", "turned"])
-def test_an_output_that_is_a_view_may_be_changed_in_place(kind, way):
+def test_output_that_is_a_view_may_be_changed_in_place(kind, way):
     "A linear layer's output at positions is a view. Three passes are checked, the fourth is not."
     x, y = torch.randn(8, 5, 6, generator=seeded(), dtype=torch.float64), torch.arange(8)%3
     torch.manual_seed(0)

@@ -91,7 +91,7 @@ def test_a_batch_without_a_step_is_noticed_whatever_workers_hold(workers):
 
 @WAYS
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_a_buffer_that_is_made_in_a_step_is_refused_if_it_is_saved(way, is_saved):
+def test_saved_buffer_that_is_made_in_a_step_is_refused(way, is_saved):
     def keeping(m, x):
         m.register_buffer("mean", torch.zeros(5) if not is_saved else x.mean(0).detach(),
                           persistent=is_saved)
@@ -116,7 +116,7 @@ def test_words_for_what_cannot_be_clipped(way):
         one_step(Stem(), way, *data())
 
 
-def test_a_private_optimizer_is_not_copied_and_its_model_not_converted():
+def test_private_optimizer_is_not_copied_and_its_model_not_converted():
     model = nn.Linear(5, 3)
     private, optimizer, loader = PrivacyEngine().make_private(module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=.1), max_grad_norm=1., noise_multiplier=1.,
@@ -240,7 +240,7 @@ def test_a_backward_pass_may_go_by_size(way, size):
 
 
 @WAYS
-def test_a_hook_on_a_layer_s_own_output_is_a_part_of_its_gradient(way):
+def test_hook_on_layer_own_output_is_part_of_its_gradient(way):
     "A reversal of the gradient: the layer in front of it must go the other way."
     def forward(model, x):
         h = model.first(x)
@@ -277,7 +277,7 @@ def test_a_buffer_that_changes_without_gradients_is_refused():
 
 
 @WAYS
-def test_a_layer_that_runs_again_in_the_backward_pass_is_refused(way):
+def test_layer_that_runs_again_in_the_backward_pass_is_refused(way):
     "Activation checkpointing, whose second forward pass no engine would see."
     def again(model, x):
         return model.last(checkpoint(lambda z: model.first(z).relu(), x, use_reentrant=False))

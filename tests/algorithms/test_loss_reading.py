@@ -151,7 +151,7 @@ def said_or_moved(loss, inside):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_loss_of_a_batch_moves_a_clipped_sum_by_more_than_a_bound(name, inside):
+def test_no_loss_moves_a_clipped_sum_beyond_one_bound(name, inside):
     found = said_or_moved(LOSSES[name], inside)
     if name in EXACT: assert isinstance(found, float), found
     assert isinstance(found, str) or found <= 1 + 1e-6
@@ -168,7 +168,7 @@ def alone(loss, x, y):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", sorted(EXACT - {"class weights"}))
-def test_a_mean_over_valid_tokens_is_a_loop_of_batches_of_one(name, inside):
+def test_mean_over_valid_tokens_is_loop_of_batches_of_one(name, inside):
     x, y = records()
     torch.testing.assert_close(clipped_sum(LOSSES[name], inside, x, y), alone(LOSSES[name], x, y),
                                rtol=1e-7, atol=1e-8)
@@ -221,7 +221,7 @@ def test_a_loss_that_nobody_read_makes_no_step(backward):
 
 
 @pytest.mark.parametrize("said, loss", [("sum", torch.mean), ("mean", torch.sum)])
-def test_a_sum_that_was_announced_as_a_mean_is_refused_and_the_reverse(said, loss):
+def test_sum_that_was_announced_as_mean_is_refused_and_reverse(said, loss):
     x, y = records()
     private, optimizer, loader = make(Model().double(), x, y, loss_reduction=said)
     a, b = next(iter(loader))
@@ -248,7 +248,7 @@ PENALTIES = {
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_a_penalty_in_the_loss_is_told_of_weight_decay_which_works(penalty):
+def test_a_penalty_is_told_of_weight_decay_which_works(penalty):
     model = nn.Linear(6, 3)
     data = TensorDataset(torch.randn(N, 6), torch.arange(N) % 3)
     module, optimizer, loader = PrivacyEngine().make_private(module=model, noise_multiplier=1.,
@@ -268,7 +268,7 @@ def test_a_penalty_in_the_loss_is_told_of_weight_decay_which_works(penalty):
 
 
 @pytest.mark.parametrize("page", ["index", "ways/use", "ways/reference", "own_methods", "travels"])
-def test_a_page_with_a_loop_shows_one_loss_per_sample_first(page, root):
+def test_page_with_a_loop_shows_one_loss_per_sample_first(page, root):
     cells = json.loads((root/"nbs"/f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert code[:code.index(".backward(")].endswith("optimizer")

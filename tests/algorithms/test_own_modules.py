@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("function", [lambda x: F.dropout(x, .1), lambda x: x if x.max()>0 else -x])
-def test_a_module_with_parameters_of_its_own_says_what_it_must_be(function):
+def test_module_with_own_parameters_says_what_it_must_be(function):
     with pytest.raises(ValueError, match="a module with parameters of its own must treat every "
                        "sample alike, without chance, .*, got a Scaled"):
         one_step(Scaled(function), "step", *data())
@@ -51,7 +51,7 @@ class Attending(nn.Module):
         return self.last(self.attention(x, x, x, need_weights=False)[0][:, 0])
 
 
-def test_attention_inside_a_module_with_parameters_of_its_own_is_taken():
+def test_attention_inside_module_with_parameters_of_its_own_is_taken():
     model, x, y = Attending().double(), torch.randn(8, 6, dtype=torch.float64), torch.arange(8)%3
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.),
                        clip_rule=Flat(max_grad_norm=1e6), expected_batch_size=8,
@@ -158,7 +158,7 @@ class TiedWords(nn.Module):
 
 
 @WAYS
-def test_weights_may_be_tied_beside_a_parameter_of_the_model_itself(way):
+def test_weights_may_be_tied_beside_parameter_of_the_model_itself(way):
     "Opacus's copy of such a module reads memory that nobody has written."
     torch.manual_seed(0)
     model, x = TiedWords(), torch.randint(7, (N, 5), generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def test_weights_may_be_tied_beside_a_parameter_of_the_model_itself(way):
 @pytest.mark.parametrize("function, word", [(lambda x: F.dropout(x, .1), "without chance"),
     (lambda x: x if random.random() < 2 else -x, "without chance"),
     (lambda x: x*(np.random.random() < 2), "without chance")])
-def test_chance_beside_a_parameter_of_its_own_is_refused_at_the_first_draw(function, word):
+def test_chance_beside_own_parameter_is_refused_at_first_draw(function, word):
     "A second run of it, for its rows, draws other numbers."
     with pytest.raises(ValueError, match=word): one_step(Scaled(function), "step", *data())
 
@@ -192,7 +192,7 @@ class Counted(nn.Module):
 
 
 @WAYS
-def test_a_look_is_no_pass_to_a_model_that_counts_them(way):
+def test_look_is_no_pass_to_a_model_that_counts_them(way):
     model = Counted()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -299,14 +299,14 @@ class Forces(nn.Module):
 
 
 @WAYS
-def test_a_layer_may_be_used_for_a_gradient_on_the_way(way):
+def test_layer_may_be_used_for_a_gradient_on_the_way(way):
     model, (x, y) = Forces().double(), data()
     expected, found = clipped_sum(model, x, y), one_step(model, way, x, y)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("what", BEYOND)
-def test_another_record_that_is_not_finite_ends_no_look_at_a_direction(what):
+def test_a_record_that_is_not_finite_ends_no_look(what):
     x, y = data()
     with pytest.raises(ValueError, match="must see all of a sample's gradient"):
         one_step(Net(BEYOND[what]), "step", x.index_fill(0, torch.tensor([2]), torch.nan), y)
@@ -365,7 +365,7 @@ class MaskedScores(ConditionedNet):
         return out, out.sum(1).masked_fill(torch.ones(len(x), dtype=torch.bool), -torch.inf)
 
 
-def test_one_number_a_sample_that_is_not_finite_ends_no_look():
+def test_one_number_that_is_not_finite_ends_no_look():
     model, (x, y) = MaskedScores().double(), data()
     module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
@@ -373,7 +373,7 @@ def test_one_number_a_sample_that_is_not_finite_ends_no_look():
     with pytest.raises(ValueError, match="must see all of a sample's gradient"): module(x)
 
 
-def test_outputs_without_a_batch_in_front_are_warned_of_in_the_first_pass_alone():
+def test_outputs_without_a_batch_in_front_warn_once():
     model, (x, y) = Net(lambda m, x: m.last(m.first(x)).T).double(), data()
     module, *_ = PrivacyEngine(secure_mode=False).make_private(module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=.1), noise_multiplier=1., max_grad_norm=1.,
@@ -385,7 +385,7 @@ def test_outputs_without_a_batch_in_front_are_warned_of_in_the_first_pass_alone(
         for _ in range(2): module(x)
 
 
-def test_a_derivative_that_becomes_an_output_is_refused_where_the_layer_is_in_it_alone():
+def test_derivative_as_output_is_refused_where_it_hides_a_layer():
     def forced(m, x):
         x = x.detach().requires_grad_(True)
         return m.last(x + 1e-6*torch.autograd.grad(m.first(x).sum(), x, create_graph=True)[0])

@@ -216,7 +216,7 @@ class Words(nn.Module):
         return self.head(mean) if self.head else nn.functional.linear(mean, self.words.weight)
 
 
-def test_a_weight_in_two_modules_is_right_and_one_in_a_function_is_refused():
+def test_weight_in_two_modules_is_right_in_a_function_refused():
     words, y = torch.randint(7, (6, 4), generator=seeded()), torch.arange(6)%7
     found = step_for(network(lambda: Words(True), torch.float64), clip_rule=AutoS())
     found(LOSS, words, y)
@@ -317,7 +317,7 @@ class ByTheLargest(ClipRule):
 
 
 @pytest.mark.parametrize("rule", [Negative(), NotANumber()])
-def test_what_a_rule_must_not_say_is_a_scale_of_zero(rule):
+def test_what_rule_must_not_say_is_a_scale_of_zero(rule):
     step = step_for(network(digits_cnn), clip_rule=rule)
     report = step(LOSS, *batch(digits_cnn, 5))
     assert torch.equal(report.nonprivate_scales, torch.zeros(5))
@@ -413,7 +413,7 @@ def test_groups_and_their_bounds_are_legal():
 
 @pytest.mark.parametrize("name, value", [("clip_rule", Flat(max_grad_norm=100.)),
     ("expected_batch_size", 1)])
-def test_what_the_noise_is_for_stays_until_the_step_is_over(name, value):
+def test_what_noise_is_for_stays_until_the_step_is_over(name, value):
     model, x, y = nn.Linear(4, 3), torch.randn(4, 4), torch.arange(4)%3
     step = step_for(model)
     step.begin()
@@ -446,7 +446,7 @@ class OwnShape(Flat):
     def scale(self, norms, groups=None): return torch.ones(1)
 
 
-def test_a_rule_of_one_s_own_is_held_to_its_sensitivity():
+def test_own_rule_is_held_to_its_sensitivity():
     x, y = 10*torch.randn(8, 4, generator=seeded()), torch.arange(8)%3
     for rule in (OwnScale(max_grad_norm=.01), OwnWeight(max_grad_norm=.01)):
         report = step_for(nn.Linear(4, 3), clip_rule=rule)(LOSS, x, y)
@@ -473,7 +473,7 @@ def test_an_optimizer_of_another_model_is_refused():
      "kernels must be a dict of layer names and kernels, got kernels=\\['gram'\\]"),
      (dict(model=nn.TransformerEncoderLayer(8, 2)),
       "MultiheadAttention at 'self_attn' has the sequence in front of the batch")])
-def test_what_no_step_can_be_made_of_is_said_in_a_sentence(changed, sentence):
+def test_what_makes_no_step_is_said_in_a_sentence(changed, sentence):
     model = changed.pop("model", nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters() if isinstance(model, nn.Module)
                                 else [torch.zeros(1)], lr=.1)

@@ -51,7 +51,7 @@ def test_a_gradient_that_the_engine_does_not_see_is_refused(way, what):
 
 
 @WAYS
-def test_a_layer_that_is_called_on_one_row_too_is_expanded_over_the_batch(way):
+def test_layer_called_on_one_row_is_expanded_over_the_batch(way):
     model, (x, y) = Net(lambda m, x: m.last(m.first(torch.ones_like(x[:1]))*x.mean(1, keepdim=True)
                                             + .001*m.first(x))), data()
     true = clipped_sum(model, x, y)
@@ -74,7 +74,7 @@ def relative(table):
 @WAYS
 @pytest.mark.parametrize("look", [lambda table: table(torch.arange(5)[None]).transpose(1, 2),
     relative, lambda table: table(torch.arange(5)).T.repeat(2, 1)])
-def test_what_is_the_same_for_all_samples_has_the_gradients_of_batches_of_one(way, look):
+def test_what_all_samples_share_has_gradients_of_batches_of_one(way, look):
     model, (x, y) = Places(look), data()
     true = clipped_sum(model, x, y)
     torch.testing.assert_close(one_step(model, way, x, y), true, rtol=1e-6, atol=1e-8)
@@ -89,7 +89,7 @@ def test_windows_of_a_sample_are_one_input_of_it(way):
 
 
 @WAYS
-def test_a_batch_in_another_order_than_the_samples_is_refused_or_right(way):
+def test_batch_in_another_order_than_samples_is_refused_or_right(way):
     model, (x, y) = Net(lambda m, x: m.last(m.first(torch.stack([x, 2*x], 0).flatten(0, 1)).tanh()
                                             .unflatten(0, (2, -1)).mean(0))), data()
     with pytest.raises(ValueError, match="samples must not meet|must see all of a sample's"):
@@ -97,7 +97,7 @@ def test_a_batch_in_another_order_than_the_samples_is_refused_or_right(way):
 
 
 @WAYS
-def test_a_layer_that_keeps_its_batch_as_an_attribute_is_refused(way):
+def test_layer_that_keeps_its_batch_as_an_attribute_is_refused(way):
     "Under vmap every row would have the whole batch: 38 bounds for one record."
     with pytest.raises(ValueError, match="must see all of a sample's gradient"):
         one_step(ConditionedNet(), way, *data())
@@ -172,7 +172,7 @@ def test_a_model_may_take_a_gradient_on_its_way(way):
     torch.testing.assert_close(one_step(model, way, x, y), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_a_hook_that_comes_later_is_a_function_behind_its_layer():
+def test_hook_that_comes_later_is_a_function_behind_its_layer():
     model, (x, y) = Net(lambda m, x: m.last(m.first(x))).double(), data()
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.),
                        clip_rule=Flat(max_grad_norm=1.), expected_batch_size=1, noise_multiplier=0.)

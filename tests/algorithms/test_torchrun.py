@@ -30,7 +30,7 @@ def found(out, processes):
     return [torch.load(out/f"rank{rank}.pt", weights_only=True) for rank in range(processes)]
 
 
-def test_two_and_four_processes_take_the_same_steps_and_a_killed_one_ends_all(tmp_path):
+def test_processes_take_the_same_steps_and_die_together(tmp_path):
     whole = {}
     for processes in (2, 4):
         status, words = torchrun(processes, tmp_path/str(processes), 6)

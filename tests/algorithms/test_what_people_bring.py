@@ -99,7 +99,7 @@ def test_a_checkpoint_takes_opacus_s_arguments_and_file_objects(where, tmp_path)
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop,
                                   lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9)])
-def test_state_from_training_without_privacy_is_warned_of_and_a_new_optimizer_is_not(kind):
+def test_state_from_training_without_privacy_is_warned_of(kind):
     model = nn.Linear(6, 3)
     optimizer = kind(model.parameters())
     LOSS(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0])).backward()
@@ -111,7 +111,7 @@ def test_state_from_training_without_privacy_is_warned_of_and_a_new_optimizer_is
         private(model, kind(model.parameters()))
 
 
-def test_a_bound_may_follow_a_quantile_by_its_name_and_its_count_is_accounted():
+def test_bound_that_follows_a_quantile_has_its_count_accounted():
     model = nn.Linear(6, 3)
     engine = PrivacyEngine()
     module, optimizer, loader = engine.make_private(module=model, clip_rule="quantile",

@@ -32,7 +32,7 @@ def test_reports_of_other_settings_do_not_add(change):
         budget_report(RUN, delta=DELTA) + wrong
 
 
-def test_a_certificate_that_is_no_sum_of_events_does_not_add():
+def test_certificate_that_is_no_sum_of_events_does_not_add():
     filtered = BudgetReport(certified={"rdp": Certified(3., "rdp", "a filter")}, delta=DELTA,
                             events=OTHER)
     with pytest.raises(ValueError, match="must be certified by their events"):

@@ -114,7 +114,7 @@ def test_batch_norm_is_refused_around_the_patch(patches, message):
                  noise_multiplier=1.)
 
 
-def test_a_loop_leaves_the_buffers_of_batch_norm_as_they_were():
+def test_loop_leaves_the_buffers_of_batch_norm_as_they_were():
     "Even where nothing but the look at gradients is in the way."
     with ExitStack() as stack:
         for patch in (BATCH_NORM, NO_REFUSAL, NO_BUFFERS, NO_MEETING, NO_COPIES):

@@ -73,7 +73,7 @@ def test_every_answer_follows_its_intervals(records):
 def recipes(root): return committed_recipes(root/RECIPES)
 
 
-def test_every_recipe_is_where_its_name_says_and_stays_under_its_epsilon(root, recipes):
+def test_every_recipe_has_its_place_and_stays_under_its_epsilon(root, recipes):
     assert recipes
     for r in recipes:
         recipe = Recipe(**{name: r.labels[name] for name in Recipe.__dataclass_fields__})
@@ -84,7 +84,7 @@ def test_every_recipe_is_where_its_name_says_and_stays_under_its_epsilon(root, r
         assert chosen == r.spec
 
 
-def test_counting_the_tries_costs_and_the_index_of_runs_is_left_alone(root, recipes):
+def test_counting_tries_costs_and_index_of_runs_is_left_alone(root, recipes):
     first = recipes[0]
     tries = {str(rate): .5 for rate in range(50)}
     more = replace(first, labels=first.labels | {"tries": tries})

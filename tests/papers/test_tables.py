@@ -25,7 +25,7 @@ def test_a_cell_of_a_table_has_one_noise():
 
 
 @pytest.mark.parametrize("paper", ["global_adapt_v2", "sad", "sanitization", "adaptive_noise"])
-def test_the_risk_of_a_record_is_that_of_what_is_certified(root, paper):
+def test_risk_of_a_record_is_that_of_what_is_certified(root, paper):
     "The curve of a record's events must have its delta at its certified epsilon."
     from dp_companion.budgets.risk import trade_off
     from dp_companion.papers.results import read_records

@@ -248,7 +248,7 @@ def test_the_pld_of_a_change_shows_within_a_second(tab):
 
 
 @pytest.mark.slow
-def test_the_page_of_the_site_is_small_and_paints_within_a_second(tmp_path, tmp_path_factory):
+def test_page_of_site_is_small_and_paints_within_a_second(tmp_path, tmp_path_factory):
     site, times = real_site(tmp_path), []
     browser = Browser(tmp_path_factory.mktemp("chromium"))
     for _ in range(3):

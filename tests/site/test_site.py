@@ -212,13 +212,6 @@ class Browser:
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 
 
-@pytest.fixture
-def browser(tmp_path_factory):
-    tab = Browser(tmp_path_factory.mktemp("chromium"))
-    yield tab
-    tab.close()
-
-
 def complaints(event, host):
     "What one event of the browser says against a page."
     method, said = event.get("method"), event.get("params", {})
@@ -328,7 +321,7 @@ def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
 
 @pytest.mark.browser
 @needs_browser
-def test_a_figure_has_a_layout_for_a_phone_and_text_of_9_points_on_both(built, browser):
+def test_figure_has_a_phone_layout_and_text_of_9_points(built, browser):
     script = """[...document.querySelectorAll('.panels > .part')].filter(e => e.checkVisibility())
         .map(e => [e.classList[2] || 'panel', e.getBoundingClientRect()])
         .map(([kind, box]) => [kind, box.width, box.top])"""
@@ -379,91 +372,6 @@ def real_site(tmp_path):
     return build_site(REPO/"nbs", tmp_path/"_site", root=REPO)
 
 
-@pytest.mark.browser
-@pytest.mark.slow
-@needs_browser
-def test_every_page_of_the_real_site_is_sound(browser, tmp_path):
-    assert page_problems(real_site(tmp_path), browser) == []
-
-
-FIRST = {"epsilon": "budgets/claims", "step decay": "papers/decay_at_equal_epsilon/experiments/",
-         "SAD": "papers/sad/experiments/", "sanitization": "papers/sanitization/experiments/",
-         "clipping": "algorithms/clipping", "audit": "audits/"} # what a query finds first
-FOUND = """[...document.querySelectorAll('#search-results > ul > li')].slice(0, 8).map(e =>
-  [e.querySelector('a').getAttribute('href'), (e.querySelector('p.context') || e).innerText])"""
-
-
-@pytest.mark.browser
-@pytest.mark.slow
-@needs_browser
-def test_search_finds_what_was_asked_for_before_internals_and_shows_text(browser, tmp_path):
-    with serve(real_site(tmp_path)) as address:
-        for query, first in FIRST.items():
-            browser.view(1280)
-            browser.open(f"{address}/search.html?q={query.replace(' ', '+')}", settle=3)
-            found = browser.evaluate(FOUND)
-            assert len(found) == 8 and found[0][0].startswith(first), (query, found)
-            assert not any(page.startswith(("api/", "site/")) for page, _ in found), query
-            for page, text in found:
-                for menu in ("Contents", "Light Dark", "Show the code", "import "):
-                    assert menu not in text, (query, page, text)
-
-
-ON_SCREEN = """[...document.querySelectorAll('table:has(.word) tbody tr')]
-  .filter(row => row.getBoundingClientRect().bottom <= 900)
-  .map(row => ({ text: row.innerText,
-                 words: [...row.querySelectorAll('.word')].map(w => w.innerText),
-                 links: [...row.querySelectorAll('.word a')].map(a => a.getAttribute('href')) }))"""
-
-
-@pytest.mark.browser
-@pytest.mark.slow
-@needs_browser
-def test_the_first_screen_says_what_holds_and_where_to_click(browser, tmp_path):
-    from dp_companion.site.scorecard import scorecard
-    site = real_site(tmp_path)
-    with serve(site) as address:
-        browser.view(1400)
-        browser.open(f"{address}/index.html")
-        rows = browser.evaluate(ON_SCREEN)
-        ruler = browser.evaluate("document.querySelector('.ruler').getBoundingClientRect().bottom")
-    assert len(rows) == 4 and ruler < 900
-    for row, line in zip(rows, scorecard()):
-        assert line.paper in row["text"] and line.reason in row["text"]
-        assert row["words"] == [line.answer, line.accuracy.answer]
-        assert all((site/link).is_file() for link in row["links"])
-
-
-@pytest.fixture(scope="module")
-def axe(tmp_path_factory):
-    "axe-core's source, by npm; skips where npm cannot fetch it."
-    folder, npm = tmp_path_factory.mktemp("axe"), shutil.which("npm")
-    if npm is None: pytest.skip("no npm, so axe-core cannot be fetched")
-    done = subprocess.run([npm, "install", "--silent", "--prefix", folder, "axe-core@4"],
-                          check=False, capture_output=True, timeout=120)
-    source = folder/"node_modules/axe-core/axe.min.js"
-    if done.returncode or not source.is_file(): pytest.skip("npm does not fetch axe-core")
-    return source.read_text(encoding="utf-8")
-
-
-@pytest.mark.browser
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize("dark", [False, True])
-def test_pages_have_no_serious_accessibility_fault(browser, axe, tmp_path, dark):
-    found = []
-    with serve(real_site(tmp_path)) as address:
-        browser.view(1400, dark=dark)
-        for page in ("index", "explorer", "ways/results", "budgets/claims", "budgets/tcdp"):
-            browser.open(f"{address}/{page}.html")
-            browser.evaluate(axe)
-            found += browser.evaluate(
-                "axe.run(document.querySelector('.bd-article')).then(r => r.violations"
-                ".filter(v => ['serious', 'critical'].includes(v.impact))"
-                f".flatMap(v => v.nodes.map(n => '{page} ' + v.id + ' ' + n.html.slice(0, 120))))")
-    assert found == []
-
-
 # --- What is on a page ------------------------------------------------------------------------
 
 def test_a_page_says_what_its_notebook_says(built):
@@ -508,7 +416,7 @@ def test_the_reference_explains_what_a_user_types():
         assert not re.findall(r"^\| `[^`]*` \|  \|$", pages[page][0], re.M), page
 
 
-def test_terms_are_explained_once_and_a_result_page_says_where_it_comes_from(clone):
+def test_terms_are_explained_once_and_a_page_names_its_origin(clone):
     page = "papers/toy/experiments/halves"
     quarto = json.loads((clone/"_quarto.yml").read_text())
     quarto["website"]["sidebar"]["contents"][0]["contents"] += [

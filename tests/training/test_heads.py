@@ -77,7 +77,7 @@ def test_the_closed_form_is_the_norm_of_every_gradient():
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-8)
 
 
-def test_a_seed_is_the_same_to_the_bit_alone_and_in_company(spec, features):
+def test_seed_is_same_to_the_bit_alone_and_in_company(spec, features):
     together = train_heads(spec, [3, 0, 7], features, threads=3)
     assert together == {seed: train_heads(spec, [seed], features)[seed] for seed in (3, 0, 7)}
     assert len({r["loss"] for r in together.values()}) == 3

@@ -91,7 +91,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_noticed(tmp_path):
         read_checkpoint(path)
 
 
-def test_a_run_that_is_killed_before_its_record_has_its_time(tmp_path, monkeypatch):
+def test_run_that_is_killed_before_its_record_has_its_time(tmp_path, monkeypatch):
     def no_record(path, content):
         if path.name == "record.json": raise KeyboardInterrupt
         write_json(path, content)

@@ -90,7 +90,7 @@ def heads(**changes):
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stacked_linear_layer_has_the_record_of_the_run_alone_to_the_bit(tmp_path, workers):
+def test_stacked_linear_layer_has_record_of_run_alone_to_bit(tmp_path, workers):
     train_stacked(heads(), tmp_path/"stacked", workers=workers)
     for spec in heads():
         train(spec, tmp_path/"single")
@@ -98,7 +98,7 @@ def test_a_stacked_linear_layer_has_the_record_of_the_run_alone_to_the_bit(tmp_p
         assert found.read_bytes() == wanted.read_bytes()
 
 
-def test_linear_layers_leave_out_what_is_not_finite_and_take_empty_batches():
+def test_linear_layers_leave_out_what_is_not_finite():
     data = load_dataset("digits")
     spoiled = data.train_images.clone()
     spoiled[3] = float("nan")
@@ -120,7 +120,7 @@ class Killed(Exception): pass
 
 
 @pytest.mark.slow
-def test_a_killed_stack_goes_on_and_a_run_that_is_behind_catches_up(tmp_path, monkeypatch):
+def test_killed_stack_goes_on_and_a_late_run_catches_up(tmp_path, monkeypatch):
     specs = [spec_of(seed, epochs=3) for seed in (0, 1)]
     whole = train_stacked(specs, tmp_path/"whole")
     real = stacked_module.save_checkpoint
@@ -164,7 +164,7 @@ def nearest_zero(model, images):
     return torch.stack([x.abs().flatten(1).amin(1) for x in seen]).amin(0)
 
 
-def test_single_precision_differs_only_where_a_unit_is_next_to_zero():
+def test_single_precision_differs_only_where_unit_is_next_to_zero():
     "From equal weights, step after step; where a sample jumps, its own unit explains it."
     data, spec = load_dataset("digits"), dataclasses.replace(SPECS[3], epochs=2)
     one, other = Run(spec, data), Run(spec, data)
