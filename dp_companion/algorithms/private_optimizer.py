@@ -215,7 +215,7 @@ def backward(self:PrivateOptimizer,
 # %% ../../nbs/algorithms/private_optimizer.ipynb #4d261d72
 @patch
 def zero_grad(self:PrivateOptimizer,
-    set_to_none:bool=True, # As in torch; gradients are always None afterwards
+    set_to_none:bool=True, # As in torch; gradients are None afterwards
 ):
     "Forget the last forward and backward pass; the sums of a batch in pieces stay."
     # A forward pass alone stays: many loops call this after it
@@ -225,7 +225,7 @@ def zero_grad(self:PrivateOptimizer,
 
 @patch
 def add_param_group(self:PrivateOptimizer,
-    group, # Any: refused
+    group, # Refused
 ):
     raise ValueError("parameters must be in the optimizer before make_private, got a new group")
 
