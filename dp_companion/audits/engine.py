@@ -73,7 +73,7 @@ class _Pass:
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c03
 class _Rehearsal:
-    "A user's loop, run on batches that the audit chooses; nothing of it stays."
+    "A user's loop on batches that the audit chooses; nothing stays."
     def __init__(self,
         engine:PrivacyEngine, # That has taken a step
         loop:Callable, # Trains on one pass of the loader that `make_private` returned
@@ -204,7 +204,7 @@ def _influences(rehearsal:_Rehearsal, records:list, others:list, is_random:bool)
 # %% ../../nbs/audits/engine.ipynb #6a1e0c09
 @dataclass(frozen=True, kw_only=True)
 class LoopFinding:
-    "What one record does through a user's own loop; from raw data, and not for release."
+    "What one record does through a user's own loop; from raw data."
     passes:int # Of the loop
     pairs:int # Of batches that could be compared; 0 where a pass does not repeat
     influence:float # The largest, over the sensitivity
@@ -243,7 +243,7 @@ def __str__(self:LoopFinding)->str: # A sentence, or two
     said = ", ".join(sentence for sentence, holds in wrong.items() if holds)
     return (f"WRONG: {said}. "*bool(said) + "Through the loop's own module, optimizer and loader, "
         f"in {self.passes} passes: {self._clipping()}; {self.rows:,} records in {self.steps} "
-        f"batches, {rate}.")
+        f"batches, {rate}. From raw data; not for release.")
 
 # %% ../../nbs/audits/engine.ipynb #6a1e0c12
 _DRAWN = 20 # Batches that are drawn
@@ -253,7 +253,7 @@ def _least_rate(rows:int, trials:int, rate:float, alpha:float)->float: # Over th
     return max(1., float(1 - _rate_upper(trials - rows, trials, confidence=1-alpha))/rate)
 
 def _look_at_loop(engine:PrivacyEngine, loop:Callable, alpha:float, seed:int)->LoopFinding:
-    "Attack clipping and batches through the user's own loop."
+    "Attack clipping and batches through the loop."
     rehearsal, plan, n = _Rehearsal(engine, loop, seed=seed), engine.batches.plan, (
         engine.batches.records)
     drawn = rehearsal(steps=_DRAWN)
@@ -276,11 +276,11 @@ class StepFinding(Finding):
     parameters:int # Whose noise was measured
     noise:float # Least noise over the accounted, at most one
     is_new:bool # Whether each step had noise of its own
-    loop:LoopFinding|None = None # What was found through the user's loop; None: not looked at
+    nonprivate_loop:LoopFinding|None = None # Through the user's loop, if given
 
     def __str__(self)->str: # A sentence, or two
         rest = ("; clipping and batches were not attacked: give audit your loop, as "
-            "loop=one_pass." if self.loop is None else f". {self.loop}")
+            "loop=one_pass." if self.nonprivate_loop is None else f". {self.nonprivate_loop}")
         return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the "
             f"noise of the loop's own step: {self.steps} steps on empty batches, {self.parameters} "
             f"parameters, {self.noise:.3g} of the accounted noise in the one with least, "
@@ -344,7 +344,7 @@ def audit(self:PrivacyEngine,
     attack = audit_schedule(events, delta=report.delta, draws=draws, confidence=confidence,
         seed=seed)
     return AuditReport(**vars(report)
-        | {"empirical": StepFinding(**vars(attack), **found, loop=through)})
+        | {"empirical": StepFinding(**vars(attack), **found, nonprivate_loop=through)})
 
 # %% ../../nbs/audits/engine.ipynb #73d3c26a
 def _as_found(event:MechanismEvent, noise:float, loop:LoopFinding|None)->MechanismEvent:

@@ -92,7 +92,7 @@ def test_an_honest_loop_is_found_to_be_what_is_accounted(kind):
     loop = how(*parts)
     loop()
     report = audited(engine, loop)
-    found = report.empirical.loop
+    found = report.empirical.nonprivate_loop
     assert "WRONG" not in str(report) and report.empirical.epsilon <= report.epsilon
     assert found.pairs >= 9 and 0 < found.influence <= 1 + found.rounding
     assert found.is_replaced == (kind in ("dropout", "counts first"))
@@ -135,7 +135,7 @@ def often(engine, model, optimizer):
 @pytest.mark.parametrize("plant, sentence", [
     (meeting, "records meet"), (first_of_all, "records meet"), (divided, "records meet"),
     (unclipped, "one record moves more"), (often, "more records are drawn")])
-def test_a_fault_in_module_step_or_loader_is_found_through_the_loop_alone(plant, sentence,
+def test_a_fault_in_module_step_or_loader_is_found(plant, sentence,
                                                                           dropout):
     engine, model, optimizer, loader = given(dropout=dropout)
     loop = loop_of(model, optimizer, loader)
@@ -155,7 +155,7 @@ def test_the_attack_is_above_the_certificate_where_one_record_moves_by_several_b
         loop()
         plant(engine, model, optimizer)
         report = engine.audit(1e-3, loop=loop, draws=4000)
-        assert report.empirical.loop.influence > 2
+        assert report.empirical.nonprivate_loop.influence > 2
         assert report.empirical.epsilon > report.epsilon
 
 
@@ -273,7 +273,8 @@ def test_what_cannot_be_attacked_is_said():
         optimizer.param_groups[0]["lr"] = .1/len(calls)
     loop()
     report = audited(engine, loop_of(model, optimizer, loader, before_step=falling))
-    assert "clipping was not attacked" in str(report) and report.empirical.loop.pairs == 0
+    assert "clipping was not attacked" in str(report)
+    assert report.empirical.nonprivate_loop.pairs == 0
     with pytest.raises(ValueError, match="loop must be a function without arguments"):
         audited(engine, "loop")
     with pytest.raises(ValueError, match="loop must take one step for each batch"):
@@ -282,7 +283,7 @@ def test_what_cannot_be_attacked_is_said():
         PrivacyEngine().audit(1e-3, loop=loop)
 
 
-def test_workers_fetch_the_batches_of_an_audit_between_two_passes_alone():
+def test_workers_fetch_an_audits_batches_only_between_two_passes():
     torch.manual_seed(0)
     model, engine = network(), PrivacyEngine(secure_mode=False)
     model, optimizer, loader = engine.make_private(module=model, noise_multiplier=1.,
@@ -305,7 +306,7 @@ class Erased(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_honest_loop_may_augment_by_any_number_of_random_numbers(workers):
+def test_honest_loops_may_augment_with_any_random_numbers(workers):
     torch.manual_seed(0)
     model, engine = network(), PrivacyEngine(secure_mode=False)
     model, optimizer, loader = engine.make_private(module=model, noise_multiplier=1.,
@@ -314,6 +315,6 @@ def test_an_honest_loop_may_augment_by_any_number_of_random_numbers(workers):
     loop = loop_of(model, optimizer, loader)
     loop()
     report = audited(engine, loop)
-    found = report.empirical.loop
+    found = report.empirical.nonprivate_loop
     assert "WRONG" not in str(report) and found.is_replaced and found.pairs > 0
     assert (found.others is None) == bool(workers)
