@@ -148,7 +148,7 @@ def test_a_fault_in_module_step_or_loader_is_found(plant, sentence,
                                                        "records meet", "records meet")
 
 
-def test_the_attack_is_above_the_certificate_where_one_record_moves_by_several_bounds():
+def test_attack_exceeds_certificate_where_a_record_moves_several_bounds():
     for plant in (first_of_all, unclipped):
         engine, model, optimizer, loader = given()
         loop = loop_of(model, optimizer, loader)
@@ -229,7 +229,7 @@ def ending(audits, inside=False, **options):
 
 @pytest.mark.parametrize("options", [{}, {"clip_rule": "global_adapt", "max_grad_norm": None}])
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_run_that_is_audited_ends_the_same_to_the_bit(options, inside):
+def test_an_audited_run_ends_the_same_to_the_bit(options, inside):
     (ours, ours_too), (theirs, theirs_too) = (ending(audits, inside, **options)
                                               for audits in (True, False))
     assert all(map(torch.equal, ours, theirs))
