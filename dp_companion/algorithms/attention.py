@@ -40,9 +40,6 @@ def _linear(weight:nn.Parameter, bias:nn.Parameter|None)->nn.Linear:
     layer.weight, layer.bias = weight, bias
     return layer
 
-def _distinct(tensors)->list: # Each tensor once, in order
-    return [x for k, x in enumerate(tensors) if all(x is not y for y in tensors[:k])]
-
 class SplitAttention:
     "torch's attention as two linear layers of the same parameters."
     def __init__(self, attention:nn.MultiheadAttention):
@@ -52,7 +49,7 @@ class SplitAttention:
 
     def projected(self, *inputs:Tensor)->list: # (T, B, E) to queries, keys, values (B, H, T, d)
         "All three projections, by one call of the first layer."
-        once, heads = _distinct(inputs), self.attention.num_heads
+        once, heads = list(dict.fromkeys(inputs)), self.attention.num_heads
         rows = once[0] if len(once)==1 else torch.cat(once)
         parts = self.layers["in_proj"](rows.transpose(0, 1)).split([len(x) for x in once], 1)
         found = []

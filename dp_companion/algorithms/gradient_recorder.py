@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn, Tensor
 from .book_keeping import BookKeeping, Merged, refuse_past
+from .loss_reading import behind
 from .nested_tensors import call_model, tensors_of
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #8d7e8969
@@ -39,19 +40,11 @@ def _unreduced(loss_fn, outputs, targets)->tuple: # Its own reduction, and losse
     return own.default, loss_fn(outputs, targets, reduction="none")
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #f13ba5d3
-def _behind(x:Tensor)->set: # Of graph nodes, without its own
-    "What an output is made of."
-    seen, todo = set(), [x.grad_fn]
-    while todo:
-        new = {before for before, _ in todo.pop().next_functions if before is not None} - seen
-        seen |= new
-        todo += new
-    return seen
-
 def _last_rows(output, samples:int)->list: # Tensors
     "A model's outputs with the batch in front, without those that another is made of."
     rows = [x for x in tensors_of(output) if x.grad_fn is not None and x.dim() and len(x)==samples]
-    return [x for x in rows if not any(x.grad_fn in _behind(y) for y in rows)]
+    before = [behind(x.grad_fn) - {x.grad_fn} for x in rows]
+    return [x for x in rows if not any(x.grad_fn in nodes for nodes in before)]
 
 # %% ../../nbs/algorithms/gradient_recorder.ipynb #6948562a
 class GradientRecorder:
@@ -135,7 +128,7 @@ def check(self:GradientRecorder)->int: # The batch size
     "Refuse a step without a backward pass, or with one past the layers."
     if self.batch_size is None or (self.batch_size and not self.is_filled):
         raise ValueError("optimizer.step must follow a forward pass of the returned module in "
-                         "training mode and its " "loss.backward, got neither or one")
+                         "training mode and its loss.backward, got neither or one")
     if self.batch_size:
         self.check_read()
         refuse_past(p.grad for p in self.slots)

@@ -107,7 +107,7 @@ _THROUGH = {f"{name}Backward{k}" for k in (0, 1, 2) for name in ("Add", "Sub", "
     "Expand", "Stack", "Cat")}
 
 # %% ../../nbs/algorithms/loss_reading.ipynb #1e8930f2
-def _behind(node)->set: # Of graph nodes
+def behind(node)->set: # Of graph nodes
     "A node and all that it is made of."
     seen, todo = {node}, [node]
     while todo:
@@ -130,8 +130,8 @@ def _terms(nodes:list)->list: # Of graph nodes
 
 def _has_penalty(nodes:list)->bool:
     "Whether some terms depend on outputs of the recorded module, and others on parameters alone."
-    behind = [{x.name() for x in _behind(node)} for node in _terms(nodes)]
-    of_outputs = ["_AnchorBackward" in names for names in behind]
+    before = [{x.name() for x in behind(node)} for node in _terms(nodes)]
+    of_outputs = ["_AnchorBackward" in names for names in before]
     return any(of_outputs) and not all(of_outputs)
 
 # %% ../../nbs/algorithms/loss_reading.ipynb #56aef843

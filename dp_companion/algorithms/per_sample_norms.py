@@ -68,8 +68,7 @@ class LatePart:
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #fb2f673f
 def _zero_rows(rows:Tensor, bad:Tensor)->Tensor:
     "A copy of `rows` with those of the bad samples zeroed."
-    return rows.masked_fill(bad.repeat_interleave(len(rows)//len(bad))
-                            .view(-1, *[1]*(rows.dim()-1)), 0)
+    return rows.masked_fill(bad.view(-1, *[1]*(rows.dim()-1)), 0)
 
 @cache
 def least(dtype:torch.dtype)->float:
@@ -129,18 +128,6 @@ def _add_product(slot:Slot, scales:Tensor, a:Tensor, b:Tensor):
     slot.flat.view(b.shape[-1], -1).addmm_(weighted.reshape(-1, b.shape[-1]).T,
                                            a.reshape(-1, a.shape[-1]))
 
-def _rounded_up(
-    gram:Tensor, # (batch,) float64
-    lengths:Tensor, # (batch, T) float64, |a_it||b_it|
-    features:int, # m, of a and b together
-    like:Tensor, # Whose dtype the gradients have
-)->Tensor: # (batch,), of that dtype
-    "Squared norms from Gram sums, not below the true ones (@eq-rounded-up)."
-    total, limits = lengths.sum(1), torch.finfo(like.dtype)
-    exact = (gram + features*torch.finfo(torch.float64).eps*total.square()).clamp_(min=0).sqrt_()
-    return ((exact + lengths.shape[1]*limits.eps*total).square_().to(like.dtype)
-            .add_(limits.tiny*limits.eps))
-
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #1c9ce3ae
 def gram(x:Tensor)->Tensor: # (batch, T, T) float64
     "Gram matrices of the positions; x (batch, T, features)."
@@ -151,14 +138,35 @@ def _gram_norms(
     a:Tensor, b:Tensor, # (batch, T, T) float64, Gram matrices of inputs and of output gradients
     features:int, # m, of both together
     like:Tensor, # Whose dtype the gradients have
-)->Tensor: # (batch,)
-    "Squared norms from Gram matrices (@eq-gram)."
-    lengths = (a.diagonal(dim1=1, dim2=2)*b.diagonal(dim1=1, dim2=2)).sqrt()
-    return _rounded_up((a*b).sum((1, 2)), lengths, features, like)
+    unit:float=2**-52, # Epsilon of the products
+)->Tensor: # (batch,), of that dtype
+    "Squared norms from Gram matrices (@eq-gram), not below the true ones (@eq-rounded-up)."
+    total = (a.diagonal(dim1=1, dim2=2)*b.diagonal(dim1=1, dim2=2)).sqrt().sum(1)
+    exact = ((a*b).sum((1, 2)) + features*unit*total.square()).clamp_(min=0).sqrt_()
+    return ((exact + a.shape[1]*torch.finfo(like.dtype).eps*total).square_().to(like.dtype)
+            .add_(least(like.dtype)))
+
+_AT_A_TIME = 128 # Features whose products are added in float32
+_TIGHT = 1 + 1/128 # By which it may round up a square
+
+def _single_gram(x:Tensor)->Tensor: # (batch, T, T) float64
+    "Of products in single precision, above what underflow takes."
+    found = sum(torch.bmm(y, y.transpose(1, 2)) for y in x.split(_AT_A_TIME, 2)).double()
+    found.diagonal(dim1=1, dim2=2).add_(x.shape[2]*torch.finfo(x.dtype).tiny)
+    return found
 
 def _gram_squares(a:Tensor, b:Tensor)->Tensor: # (batch,)
     "Squared norms of sum_t b_it a_it' without forming it; a (batch, T, in), b (batch, T, out)."
-    return _gram_norms(gram(a), gram(b), a.shape[2] + b.shape[2], b)
+    m = a.shape[2] + b.shape[2]
+    def double(a, b): return _gram_norms(gram(a), gram(b), m, b)
+    # A product may be of less than its dtype
+    is_whole = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+    if (b.dtype, b.device.type, is_whole)!=(torch.float32, "cpu", True): return double(a, b)
+    x, y, added = _single_gram(a), _single_gram(b), min(m, 2*_AT_A_TIME) + m//_AT_A_TIME + 2
+    found = _gram_norms(x, y, added, b, torch.finfo(b.dtype).eps)
+    loose = ~(found<=_TIGHT*torch.linalg.vecdot(x.flatten(1), y.flatten(1)))
+    if loose.any(): found[loose] = double(a[loose], b[loose])
+    return found
 
 def positions(x:Tensor)->Tensor: # (batch, T, features)
     "All dimensions between the batch and the features as one."
@@ -414,10 +422,8 @@ def embedding(layer, slots, tokens, b):
     tokens, b = tokens.reshape(len(b), -1), positions(b)
     if layer.padding_idx is not None:
         b = b*(tokens!=layer.padding_idx).unsqueeze(-1)
-    same, y = tokens.unsqueeze(1)==tokens.unsqueeze(2), b.double()
-    norms = _rounded_up((same*torch.bmm(y, y.transpose(1, 2))).sum((1, 2)), y.norm(dim=2),
-                       y.shape[2] + 1, b)
-    return Part("weight", norms, (tokens, b), _add_tokens),
+    same = (tokens.unsqueeze(1)==tokens.unsqueeze(2)).double()
+    return Part("weight", _gram_norms(same, gram(b), b.shape[2] + 1, b), (tokens, b), _add_tokens),
 
 # %% ../../nbs/algorithms/per_sample_norms.ipynb #f7761db4
 def _in_memory_order(slot:Slot, gradients:Tensor)->Tensor: # (batch, n)

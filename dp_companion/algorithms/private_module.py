@@ -44,7 +44,7 @@ def _random_sums(model, inputs, targets:Tensor, warns:bool=False)->Tensor:
             if x.is_floating_point() and x.dim() and len(x)==len(targets)]
     if warns and not rows:
         warnings.warn("no output of the module has the batch in front, so that nobody looks "
-                      "whether samples meet in it; " "give outputs of shape (batch, ...)",
+                      "whether samples meet in it; give outputs of shape (batch, ...)",
                       stacklevel=2)
     for x in rows:
         finite = x.nan_to_num(0, 0, 0)

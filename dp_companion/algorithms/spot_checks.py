@@ -49,14 +49,13 @@ def _own_copy(x:Tensor)->Tensor:
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #95d55828
 _MEET = ("samples must not meet in the model or in the loss, got a loss that depends on other "
-         "samples' rows; take means, sums " "and attention inside one sample, keep "
+         "samples' rows; take means, sums and attention inside one sample, keep "
          "samples in their order, and pad sequences instead of packing them")
 
 def _norm_of(gradients)->float: # None counts as zero
     "The norm of several gradients together."
-    found = [torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in gradients
-             if g is not None]
-    return math.hypot(*found)
+    return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item()
+                        for g in gradients if g is not None))
 
 @contextmanager
 def _watched(model:nn.Module, check): # `check` is shown the gradient of every layer's output
@@ -141,19 +140,20 @@ def _check_direction(recorder, true:tuple): # The sum in its buffer is used up
                          f"{_MISSED}, nor may a layer keep its batch as an attribute")
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #8b55c317
-# (batch,) norms; k's gradient is in `recorder.flat`
-def _record_alone(recorder, losses_of, k:int)->Tensor:
+def _add_weighted(recorder, weights:Tensor)->Tensor: # (batch,) each; norms
+    "Add the weighted sum of the recorded samples to `recorder.flat`."
+    norms = []
+    for part in recorder.samples():
+        part.add_weighted_sum(weights[part.at].to(part.norms))
+        norms.append(part.norms)
+    return torch.cat(norms)
+
+def _record_alone(recorder, losses_of, k:int)->Tensor: # (batch,) norms
     "Sum a batch in which only sample k has weight."
     losses = losses_of(recorder)
     recorder.book.take_common(losses)
     losses.sum().backward()
-    norms, start = [], 0
-    for samples in recorder.samples():
-        here = torch.arange(start, start+len(samples.norms), device=samples.norms.device)
-        samples.add_weighted_sum((here==k).to(samples.norms.dtype))
-        norms.append(samples.norms)
-        start += len(here)
-    return torch.cat(norms)
+    return _add_weighted(recorder, torch.arange(len(losses))==k)
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #b41d460b
 def check_own_norm(
@@ -244,7 +244,7 @@ def _check(self:UnchangedState, before:dict, thorough:bool):
     for name, x in wrong.items():
         kind = "frozen parameter" if isinstance(x, nn.Parameter) else "buffer"
         raise ValueError(f"no {kind} may change in a private step, got a change of {name!r}: "
-                         "it holds statistics of the " "raw data, without noise")
+                         "it holds statistics of the raw data, without noise")
 
 @patch
 def _born(self:UnchangedState, before:dict)->dict: # Name -> tensor
@@ -294,7 +294,7 @@ def look(self:SpotCheck,
     # Others may not be finite
     def of_copies(model): return losses(model, *_copies((inputs, targets), k, n))
     def gradient(of):
-        with self._as_recorded():
+        with split(self.recorder.book.attentions): # Attention rounds as it is recorded
             return self._drawn(lambda model: _gradient_of(model, parameters, of, k))
     def loss(inputs, targets):
         return self._drawn(lambda model: losses(model, inputs, targets)[k].double().item())
@@ -312,10 +312,6 @@ def _drawn(self:SpotCheck, use): # `use(copy of the model)`
     device = self.recorder.flat.device # Looks compare in the parameters' own precision
     with kept_randomness(device), torch.autocast(device.type, enabled=False):
         return use(_copy_of(self.model))
-
-@patch
-def _as_recorded(self:SpotCheck): # A context manager, inside which attention rounds alike
-    return split(self.recorder.book.attentions)
 
 @patch
 def _recorded(self:SpotCheck, model, losses, n:int, k:int)->tuple: # (recorder, norms)
@@ -339,7 +335,7 @@ def _like(recorder:GradientRecorder, model)->GradientRecorder:
     return new
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #cf1eaf93
-# `weights`: (divisors) -> (samples,). The sum is in the recorder's `flat`
+# `weights`: (divisors) -> (samples,)
 def _weighted_parts(model, inputs, samples:int, weights,
                     like:GradientRecorder)->GradientRecorder|None:
     "A weighted sum of what samples have in a model's own losses, as these are read."
@@ -348,13 +344,10 @@ def _weighted_parts(model, inputs, samples:int, weights,
     if not losses: return None
     try: recorder.divisor = read_loss([x.grad_fn for x in losses], samples).divisor
     except ValueError: return None # The loop may not use it; where it does, it is refused there
-    each, start = weights(torch.as_tensor(recorder.divisor).expand(samples)), 0
+    each = weights(torch.as_tensor(recorder.divisor).expand(samples))
     recorder.take_common(losses)
     sum(losses).backward()
-    for part in recorder.samples():
-        end = start + len(part.norms)
-        part.add_weighted_sum(each[start:end].to(part.norms))
-        start = end
+    _add_weighted(recorder, each)
     return recorder
 
 # %% ../../nbs/algorithms/spot_checks.ipynb #6cfc8d6d
@@ -366,11 +359,11 @@ def look_at_losses(self:SpotCheck, inputs, samples:int):
     def ordinary(model): return torch.autograd.grad(sum(_scalars(call_model(model,
         mapped(_own_copy, inputs)))), list(self.recorder.slots), allow_unused=True)
     for k in {self.sample(samples), (self.sample(samples)+samples//2)%samples}:
-        def only(D): return (torch.arange(samples, device=D.device)==k).double()
+        def only(D): return torch.arange(samples)==k
         own, beside = parts(inputs, only), parts(_copies(inputs, k, samples), only)
         if own is None or beside is None: return
         size, away = _norm_of([beside.flat]), _norm_of([own.flat-beside.flat])
         if math.isfinite(away) and away>_slack(own.flat.dtype)*max(size, 1e-18):
             raise ValueError(_MEET)
-    with self._as_recorded():
+    with split(self.recorder.book.attentions):
         _check_direction(parts(inputs, lambda D: 1/D), self._drawn(ordinary))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.layers import DPLSTM
 from torch import nn
+from dp_companion.algorithms import per_sample_norms
 from dp_companion.algorithms.clipping import (
     PSAC, AutoS, Flat, Global, GlobalAdapt, GlobalAdaptV2, GroupAdaptive
 )
@@ -230,8 +231,9 @@ def test_pinned_kernels_repeat_to_the_bit():
 
 def cancelling(kind, seed):
     "A layer, its input shape, and output gradients that nearly cancel over positions."
-    layer, shape, across = (nn.Linear(6, 4), (20, 6), 1) if kind == "linear" else (nn.Conv2d(2, 3,
-        3), (2, 7, 7), (2, 3))
+    layer, shape, across = {"linear": (nn.Linear(6, 4), (20, 6), 1),
+                            "wide": (nn.Linear(200, 72), (8, 200), 1),
+                            "convolution": (nn.Conv2d(2, 3, 3), (2, 7, 7), (2, 3))}[kind]
     way = torch.randn(layer(torch.zeros(1, *shape)).shape, generator=seeded(seed))
     return layer, shape, way - way.mean(across, keepdim=True)
 
@@ -239,8 +241,8 @@ def cancelling(kind, seed):
 CONVOLUTIONS = ("matrices", "grouped", "gram", "gram_product")
 
 
-KINDS = [("linear", kernel) for kernel in ("matrices", "gram")] + [("convolution", kernel)
-    for kernel in CONVOLUTIONS]
+KINDS = [(kind, kernel) for kind in ("linear", "wide") for kernel in ("matrices", "gram")] + [
+    ("convolution", kernel) for kernel in CONVOLUTIONS]
 
 
 @pytest.mark.parametrize("kind, kernel", KINDS)
@@ -255,6 +257,46 @@ def test_no_gradient_passes_its_sensitivity(kind, kernel, mean, spread, pull, ru
     step(lambda outputs, targets: outputs,
          spread*(mean + torch.randn(1, *shape, generator=seeded(seed + 1))), torch.zeros(1))
     assert gradient(step).double().norm() <= rule.sensitivity*(1 + 1e-5)
+
+
+@pytest.fixture
+def bfloat16_products():
+    "What `torch.set_float32_matmul_precision('medium')` asks for on a CPU that has them."
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def some_that_cancel():
+    "Inputs and output gradients of six samples, and the norms; those of the last three cancel."
+    a, b = (torch.randn(6, 32, n, generator=seeded(n)) for n in (200, 72))
+    a[3:] += 1e3
+    b[3:] -= b[3:].mean(1, keepdim=True)
+    return a, b, torch.bmm(b.double().mT, a.double()).flatten(1).norm(dim=1)
+
+
+def test_gram_norms_are_tight_for_each_sample_alone():
+    a, b, true = some_that_cancel()
+    squares = per_sample_norms._gram_squares(a, b)
+    over = squares.double().sqrt()/true
+    assert over.min() >= 1 and over[:3].max() <= 1.002 and over.max() <= 1.05
+    alone = [per_sample_norms._gram_squares(a[k:k+1], b[k:k+1]) for k in range(6)]
+    torch.testing.assert_close(torch.cat(alone), squares, rtol=1e-6, atol=0)
+
+
+def test_gram_norms_where_products_are_less_precise_are_of_float64(bfloat16_products):
+    a, b, true = some_that_cancel()
+    over = per_sample_norms._gram_squares(a, b)[:3].double().sqrt()/true[:3]
+    assert 1 <= over.min() and over.max() <= 1 + 1e-4
+
+
+def test_a_layer_of_positions_may_be_changed_in_place():
+    x, y = torch.randn(6, 7, 4, dtype=torch.float64, generator=seeded()), torch.arange(6)
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 6), nn.Flatten(),
+                             nn.Linear(42, 10)).double()
+    against_oracles(build, x, y, names=["one_by_one"])
 
 
 RULES = [Flat(), AutoS(), PSAC(), Global(), GlobalAdapt(), GlobalAdaptV2(),
