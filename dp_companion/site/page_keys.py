@@ -58,8 +58,8 @@ KEPT = "kept" # the tag
 
 def is_kept(
     notebook:Path, # A path under `nbs/`
-)->bool: # Whether its outputs are committed
-    "Whether the outputs of `notebook` are kept in `nbs/`."
+)->bool: # False where it is trained
+    "Whether `reproduce` takes the outputs from `nbs/`."
     if not is_experiment(notebook): return True
     cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
     return any(KEPT in cell["metadata"].get("tags", []) for cell in cells)
@@ -67,7 +67,7 @@ def is_kept(
 def page_parameters(
     notebook:Path, # A path under `nbs/`
 )->dict: # What is passed to it; nothing if it does not train
-    "The parameters with which kept outputs are made."
+    "How committed outputs are made."
     return {"profile": "digits", "runs": "runs"} if is_experiment(notebook) else {}
 
 # %% ../../nbs/site/page_keys.ipynb #b27260c3
