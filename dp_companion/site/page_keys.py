@@ -58,7 +58,7 @@ KEPT = "kept" # the tag
 
 def is_kept(
     notebook:Path, # A path under `nbs/`
-)->bool: # False where it is trained
+)->bool: # False if it is trained
     "Whether `reproduce` takes the outputs from `nbs/`."
     if not is_experiment(notebook): return True
     cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
