@@ -263,7 +263,7 @@ def _kept_output(output):
 
 # %% ../../nbs/site/notebooks.ipynb #f3cdca01
 def _kept_outputs(outputs):
-    "Outputs without standard error; standard output in one piece, since its pieces are chance."
+    "Outputs without standard error; standard output in one piece."
     kept = []
     for output in outputs:
         if output.get("name") == "stderr": continue
