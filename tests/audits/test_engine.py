@@ -135,8 +135,7 @@ def often(engine, model, optimizer):
 @pytest.mark.parametrize("plant, sentence", [
     (meeting, "records meet"), (first_of_all, "records meet"), (divided, "records meet"),
     (unclipped, "one record moves more"), (often, "more records are drawn")])
-def test_a_fault_in_module_step_or_loader_is_found(plant, sentence,
-                                                                          dropout):
+def test_a_fault_in_module_step_or_loader_is_found(plant, sentence, dropout):
     engine, model, optimizer, loader = given(dropout=dropout)
     loop = loop_of(model, optimizer, loader)
     loop()
