@@ -280,7 +280,7 @@ def threshold_path(
 def _threshold_rises(pool):
     "A judge of Figure 1: z of DP-SGD-Global-Adapt is largest at the end."
     z = [threshold_path(r) for r in pool if r.spec.method.name == FOLLOWED[0]]
-    why = ", ".join(f"{p[0]:g} to {p[-1]:.3g} (largest {max(p):.3g})" for p in z)
+    why = ", ".join(f"{p[0]:g} to {p[-1]:.3g} (largest {max(p):.4g})" for p in z)
     return all_or_none([path[-1] > path[0] and np.argmax(path) == len(path) - 1 for path in z],
         f"z goes from {why}")
 
