@@ -393,8 +393,8 @@ def _layers(record, runs):
     "The attack on a run with a sanitization layer."
     from dp_companion.papers.sanitization.attacks import audit_layers
     from dp_companion.training.datasets import load_dataset
-    from dp_companion.training.planning import poisson_plan
-    return audit_layers([record], lambda spec: poisson_plan(spec, load_dataset(spec.dataset)), runs)
+    return audit_layers([record], lambda spec: spec.plan(len(load_dataset(
+        spec.dataset).train_labels)), runs)
 
 # %% ../nbs/cli.ipynb #22331d50
 def _headlines(paper, as_json):

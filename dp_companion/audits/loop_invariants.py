@@ -25,7 +25,6 @@ from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
 from ..training.spec import RunSpec
-from ..training.planning import budget_report
 from ..training.run import Run
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
@@ -195,7 +194,7 @@ def check_run(
         _reaches(training.optimizer, training.step) as found
     ):
         for _ in range(spec.epochs): run.train_epoch()
-    events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
+    events = run.report(certify=lambda events, delta: {}).events
     rule, sums = training.step.clip_rule, [spec.expected_batch_size*x for x in seen]
     return (
         _all_queries(rule, events, training.multipliers.tolist()),
