@@ -144,15 +144,12 @@ def _interrupted_pass(
     for is_piece in (False, True):
         for x, y in loop.loader:
             loop.backward(x, y)
-            if is_piece: _as_a_piece(loop.optimizer)
+            if is_piece: # as Opacus's BatchMemoryManager steps
+                loop.optimizer.signal_skip_step()
+                loop.optimizer.step()
             break
     largest = max(x[:3].abs().max() for x in loop.run())
     return by_size("an interrupted pass leaves nothing", largest/reach(rule), 1 + 1e-6)
-
-def _as_a_piece(optimizer):
-    "One piece of a batch, as Opacus's BatchMemoryManager steps."
-    optimizer.signal_skip_step()
-    optimizer.step()
 
 # %% ../../nbs/audits/loop_invariants.ipynb #5ac03ec7
 def check_loop(

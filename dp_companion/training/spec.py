@@ -269,7 +269,8 @@ def name(self:RunSpec)->str: # 16 hexadecimal digits
 @patch(as_prop=True)
 def values(self:RunSpec)->dict: # As `run_spec` takes them
     "All values of the run and of its method in one dict; `method` is the method's name."
-    return vars(self) | _without_name(self.method)
+    method = {("method" if k == "name" else k): v for k, v in vars(self.method).items()}
+    return vars(self) | method
 
 # %% ../../nbs/training/spec.ipynb #2ebfb346
 @patch
@@ -295,10 +296,6 @@ def varied(self:RunSpec,
 )->"RunSpec":
     "The same run with some values changed."
     return run_spec(**self.values | changes)
-
-# %% ../../nbs/training/spec.ipynb #aaf528b9
-def _without_name(method):
-    return {("method" if k == "name" else k): v for k, v in vars(method).items()}
 
 # %% ../../nbs/training/spec.ipynb #34e0411c
 def digest(

@@ -143,16 +143,14 @@ class _Stack:
         for run, own in zip(self.runs, zip(*reports)): run.close_epoch(list(own))
 
 # %% ../../nbs/training/stacked.ipynb #eea87b44
-def _padded(batches:list, room:int)->Tensor: # (runs, room) positions
-    "Batches of one length: what is added is image 0, and gets a weight of zero."
-    most = max(room, 1, *map(len, batches))
-    return torch.tensor([batch + [0]*(most - len(batch)) for batch in batches])
-
 def _add_padded_sums(stack, batches:list, room:int):
     "Add each run's scaled sum to its noise."
-    at = _padded(batches, room).to(stack.images.device)
+    sizes = list(map(len, batches))
+    most = max(room, 1, *sizes) # What is added is image 0, and gets a weight of zero
+    at = torch.tensor([batch + [0]*(most - len(batch)) for batch in batches],
+        device=stack.images.device)
     gradients, norms, losses = stack.gradients(stack.images[at], stack.labels[at])
-    weights, sizes = torch.zeros_like(norms), list(map(len, batches))
+    weights = torch.zeros_like(norms)
     steps = [run.training.step for run in stack.runs]
     for k, private in enumerate(steps):
         private.add_noise()
@@ -241,7 +239,7 @@ def train_stacked(
         for folder in sorted({record_path(spec, runs).parent for spec in specs}):
             locks.enter_context(locked(folder))
         todo = {spec: prepared(spec, runs, data) for spec in specs if not find_record(spec, runs)}
-        for run, report, checkpoint, together in _epochs_of(todo, progress):
+        for run, report, checkpoint in _epochs_of(todo, progress):
             save_checkpoint(run, checkpoint)
             if run.is_over: finish(run, run.checked(report), runs, started)
     return [find_record(spec, runs) for spec in specs]
@@ -256,5 +254,5 @@ def _epochs_of(todo:dict, progress): # Yields what `prepared` gives, of every ru
         members = [run for run, *_ in behind]
         if stack is None or stack.runs != members: stack = _Stack(members)
         stack.train_epoch()
-        for one in behind: yield (*one, members)
+        yield from behind
         progress(least + 1, members[0].spec.epochs)
