@@ -182,7 +182,7 @@ def step(self:Method):
 
 @patch
 def trainer(self:Method):
-    "(spec, data) -> the paper's own kind of `Run`; None for the generic one."
+    "The class of the paper's own kind of `Run`; None for the generic one."
 
 @patch
 def check(self:Method,
