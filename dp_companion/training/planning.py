@@ -13,6 +13,7 @@ from pathlib import Path
 from joblib import Memory
 import dp_companion
 from ..algorithms.clipping import ClipRule
+from ..algorithms.private_optimizer import bound_name
 from ..budgets.schedules import PoissonPlan
 from .spec import Method
 
@@ -32,7 +33,7 @@ def rule_of_step(
 )->ClipRule: # With the bound of that step
     "The clipping rule of one step."
     if bounds is None: return rule
-    name = "strict_max_grad_norm" if hasattr(rule, "strict_max_grad_norm") else "max_grad_norm"
+    name = bound_name(rule)
     return rule if getattr(rule, name) == bounds[step] else replace(rule, **{name: bounds[step]})
 
 # %% ../../nbs/training/planning.ipynb #a22b9b6e
