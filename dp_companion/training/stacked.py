@@ -244,6 +244,7 @@ def train_stacked(
             if run.is_over: finish(run, run.checked(report), runs, started)
     return [find_record(spec, runs) for spec in specs]
 
+# %% ../../nbs/training/stacked.ipynb #86451222
 def _epochs_of(todo:dict, progress): # Yields what `prepared` gives, of every run after each epoch
     "Train epoch after epoch; runs that are behind go first, until all are at one epoch."
     stack, going = None, list(todo.values())
