@@ -39,6 +39,7 @@ def execute(
         _write_page(target, _read(draft), key, runs)
     return True
 
+# %% ../../nbs/site/notebooks.ipynb #5a64bc1b
 def _read(notebook): return json.loads(Path(notebook).read_text(encoding="utf-8"))
 
 def _run_papermill(notebook, draft, parameters):
