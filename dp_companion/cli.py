@@ -74,11 +74,9 @@ def _say(content, as_json):
     if as_json:
         typer.echo(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1))
     else:
-        for name, value in _flat(content): typer.echo(f"{name:<44} {_short(value)}")
-
-def _short(value):
-    "A number as text has it: six significant digits."
-    return f"{value:.6g}" if isinstance(value, float) else value
+        for name, value in _flat(content):
+            typer.echo(f"{name:<44} {value:.6g}" if isinstance(value, float) else
+                       f"{name:<44} {value}")
 
 def _flat(content, prefix=""):
     "Every leaf of a nested object with its dotted name."
@@ -393,8 +391,8 @@ def _layers(record, runs):
     "The attack on a run with a sanitization layer."
     from dp_companion.papers.sanitization.attacks import audit_layers
     from dp_companion.training.datasets import load_dataset
-    from dp_companion.training.planning import poisson_plan
-    return audit_layers([record], lambda spec: poisson_plan(spec, load_dataset(spec.dataset)), runs)
+    return audit_layers([record], lambda spec: spec.plan(len(load_dataset(
+        spec.dataset).train_labels)), runs)
 
 # %% ../nbs/cli.ipynb #22331d50
 def _headlines(paper, as_json):

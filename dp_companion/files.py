@@ -32,6 +32,7 @@ def write_whole(
         temporary.unlink(missing_ok=True)
         raise
 
+# %% ../nbs/files.ipynb #09a57302
 def csv_text(
     rows, # Dicts
     columns:tuple, # Their keys; others are left out

@@ -113,11 +113,18 @@ def test_notebooks_hold_no_error_and_no_path_of_a_machine(root):
         assert str(root) not in text and str(root.parent) + "/" not in text, name
 
 
+def test_every_result_page_has_its_outputs_committed(root):
+    "No result page is empty where notebooks are read without running them."
+    empty = [name for name, text in notebooks(root/"nbs").items() if "/experiments/" in name
+             and not any(cell.get("outputs") for cell in json.loads(text)["cells"])]
+    assert empty == [], "run `make pages` and commit nbs/ and results/"
+
+
 def test_committed_outputs_belong_to_the_code(root):
     from dp_companion.site.notebooks import committed_keys, source_notebooks
-    from dp_companion.site.page_keys import execution_key, is_kept, page_parameters
+    from dp_companion.site.page_keys import execution_key, page_parameters
     current = {str(p.relative_to(root/"nbs")): execution_key(p, page_parameters(p))
-               for p in source_notebooks(root/"nbs") if is_kept(p)}
+               for p in source_notebooks(root/"nbs")}
     committed = committed_keys(root/"nbs")
     assert sorted(name for name in {*current, *committed} if current.get(name) != committed.get(
         name)) == [], "run `make pages` and commit nbs/ and results/"

@@ -8,6 +8,7 @@ __all__ = ['PrivateOptimizer']
 # %% ../../nbs/algorithms/private_optimizer.ipynb #e5f12eb5
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 import torch
 from fastcore.basics import patch
 from torch import Tensor
@@ -55,6 +56,8 @@ class _Settings(torch.optim.Optimizer):
     param_groups = property(lambda self: self.original_optimizer.param_groups)
     state = property(lambda self: self.original_optimizer.state)
     defaults = property(lambda self: self.original_optimizer.defaults)
+    if TYPE_CHECKING: # What a later section adds, for type checkers and editors
+        def backward(self, losses:Tensor)->None: ...
 
 # %% ../../nbs/algorithms/private_optimizer.ipynb #9bd0f7b8
 class PrivateOptimizer(_Settings):

@@ -11,7 +11,6 @@ import ctypes
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Real
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
@@ -23,7 +22,7 @@ from .model_checks import check_model
 from .nested_tensors import call_model, samples_of
 from .noise import GaussianNoise, seeded_by_torch
 from .spot_checks import SpotCheck, check_own_norm
-from ..budgets.schedules import _whole
+from ..budgets.schedules import _real, _whole
 
 # %% ../../nbs/algorithms/private_step.ipynb #ef6b9b21
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +44,14 @@ class StepReport:
     def nonprivate_not_finite(self)->int: return int((~torch.isfinite(self.nonprivate_norms)).sum())
 
 # %% ../../nbs/algorithms/private_step.ipynb #0f43ad05
-_MULTIPLIER = "noise_multiplier must be finite and >= 0, got noise_multiplier={!r}"
-
 def check_settings(clip_rule, noise_multiplier, expected_batch_size, max_physical_batch_size,
                    optimizer):
     "Refuse what no step can have."
     if not isinstance(clip_rule, ClipRule):
         raise ValueError(f"clip_rule must be a ClipRule, got clip_rule={clip_rule!r}; "
                          "dp_companion.algorithms.clipping.clip_rule makes one from its name")
-    sigma = 0 if noise_multiplier is None else noise_multiplier # None: each call gives one
-    if not isinstance(sigma, Real) or not 0<=sigma<math.inf:
-        raise ValueError(_MULTIPLIER.format(sigma))
+    # None: each call gives one; 0: no noise
+    if noise_multiplier not in (None, 0): _real("noise_multiplier", noise_multiplier)
     _whole("expected_batch_size", expected_batch_size)
     if max_physical_batch_size is not None:
         _whole("max_physical_batch_size", max_physical_batch_size)
@@ -181,8 +177,7 @@ def begin(self:PrivateStep,
 ):
     "Start a step; whatever an interrupted step left behind is dropped."
     sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-    if not isinstance(sigma, Real) or not 0<=sigma<math.inf:
-        raise ValueError(_MULTIPLIER.format(sigma))
+    if sigma!=0: _real("noise_multiplier", sigma)
     check_trainable(self.model, self.recorder.slots, thorough=self.spot_check.is_due(2))
     self.step_multiplier, self.is_begun = float(sigma), True
     self.has_noise, self.is_counted = False, False

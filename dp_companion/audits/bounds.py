@@ -265,15 +265,12 @@ def _at_thresholds(out, into, thresholds, delta, confidence, method):
     "What the best threshold refutes; without named ones the even draws choose for the odd ones."
     how = dict(delta=delta, method=method)
     if thresholds is None:
-        chosen = _best_threshold(out[::2], into[::2], confidence=confidence, **how)
+        even, tried = (out[::2], into[::2]), _candidates(out[::2], into[::2])
+        chosen = tried[[_strength_at(*even, tried, confidence=confidence, **how).argmax()]]
         out, into = out[1::2], into[1::2]
     else: chosen = np.asarray(thresholds, dtype=float)
     each = 1 - (1 - confidence)/len(chosen)
     return float(_strength_at(out, into, chosen, confidence=each, **how).max())
-
-def _best_threshold(out, into, **how):
-    tried = _candidates(out, into)
-    return tried[[int(np.argmax(_strength_at(out, into, tried, **how)))]]
 
 # %% ../../nbs/audits/bounds.ipynb #924d3b93
 def _finite(name, scores):

@@ -80,8 +80,6 @@ class _Rehearsal:
         *,
         seed:int, # Of noise and of all else that is random
     ):
-        if not callable(loop): raise ValueError("loop must be a function without arguments that "
-            f"trains on one pass, got a {type(loop).__name__}; wrap yours in a lambda")
         self.engine, self.loop, self.seed = engine, loop, seed
         self.step = engine.optimizer.private_step
         if self.step.is_distributed: raise ValueError("loop must train in one process to be "

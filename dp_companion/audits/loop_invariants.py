@@ -25,7 +25,6 @@ from ..budgets.events import MechanismEvent, per_step_multipliers
 from ..budgets.schedules import PoissonPlan, Schedule, StepDecay
 from ..training.datasets import Dataset
 from ..training.spec import RunSpec
-from ..training.planning import budget_report
 from ..training.run import Run
 
 # %% ../../nbs/audits/loop_invariants.ipynb #219757e0
@@ -145,15 +144,12 @@ def _interrupted_pass(
     for is_piece in (False, True):
         for x, y in loop.loader:
             loop.backward(x, y)
-            if is_piece: _as_a_piece(loop.optimizer)
+            if is_piece: # as Opacus's BatchMemoryManager steps
+                loop.optimizer.signal_skip_step()
+                loop.optimizer.step()
             break
     largest = max(x[:3].abs().max() for x in loop.run())
     return by_size("an interrupted pass leaves nothing", largest/reach(rule), 1 + 1e-6)
-
-def _as_a_piece(optimizer):
-    "One piece of a batch, as Opacus's BatchMemoryManager steps."
-    optimizer.signal_skip_step()
-    optimizer.step()
 
 # %% ../../nbs/audits/loop_invariants.ipynb #5ac03ec7
 def check_loop(
@@ -195,7 +191,7 @@ def check_run(
         _reaches(training.optimizer, training.step) as found
     ):
         for _ in range(spec.epochs): run.train_epoch()
-    events = budget_report(spec, run.plan, data.classes, certify=lambda events, delta: {}).events
+    events = run.report(certify=lambda events, delta: {}).events
     rule, sums = training.step.clip_rule, [spec.expected_batch_size*x for x in seen]
     return (
         _all_queries(rule, events, training.multipliers.tolist()),

@@ -186,11 +186,6 @@ def claimed_budget(
 # multipliers. The paper says that it used its Figure 9; the exact inverse is 0.02082
 FIGURE_9_READING = 0.0206
 
-def _claimed_rho(target_epsilon, delta, formula):
-    "rho for a target: the paper's reading where it has one, else the exact inverse."
-    read = formula == "as_printed" and (target_epsilon, delta) == (1, 1e-5)
-    return FIGURE_9_READING if read else epsilon_to_rho(target_epsilon, delta=delta)
-
 # %% ../../nbs/budgets/decayed.ipynb #a036c8d7
 def _derived_initial(
     schedule:Schedule, # Its shape; the initial value is ignored
@@ -235,6 +230,7 @@ def calibrate_claimed(
         _real(name, value, below=below)
     if formula == "as_derived":
         return _derived_initial(schedule, plan, target_epsilon, delta, sensitivity)
-    rho = _claimed_rho(target_epsilon, delta, formula)
+    is_read = formula == "as_printed" and (target_epsilon, delta) == (1, 1e-5)
+    rho = FIGURE_9_READING if is_read else epsilon_to_rho(target_epsilon, delta=delta)
     return (plan.sample_rate*sensitivity
             *math.sqrt(13*_formula_sum(schedule, plan.epochs, formula)/(2*rho)))

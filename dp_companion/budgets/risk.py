@@ -279,10 +279,6 @@ def _composed_losses(events, replaced):
 _ROUNDING = 5e-16 # added to every delta, for each step
 _SIGMAS = 1e-3, 1e9 # beyond, nothing changes that could be seen
 
-def _within_reach(event):
-    "The event with a multiplier that arithmetic can square."
-    return replace(event, noise_multiplier=float(np.clip(event.noise_multiplier, *_SIGMAS)))
-
 def trade_off(
     events:Iterable[MechanismEvent], # What ran, or will run; none gives f(alpha) = 1 - alpha
     *,
@@ -290,7 +286,8 @@ def trade_off(
 )->TradeOff:
     "The trade-off curve of a run: no attack does better (DRS19, by privacy loss distributions)."
     replaced = _relation(neighbouring_relation, "pld") == "replace_one"
-    events = composable(tuple(map(_within_reach, _checked(events))))
+    events = composable(tuple(replace(e, noise_multiplier=float(np.clip(e.noise_multiplier,
+        *_SIGMAS))) for e in _checked(events))) # Multipliers that arithmetic can square
     if not events: return TradeOff(np.zeros(1), np.zeros(1))
     both = _composed_losses(events, replaced)
     last = max(1, int(min(_LARGEST, max(l.values[-1] for l in both))/both[0].spacing))

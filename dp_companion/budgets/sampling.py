@@ -269,13 +269,12 @@ def known_epsilon(
                         neighbouring_relation=neighbouring_relation)
 
 # %% ../../nbs/budgets/sampling.ipynb #c8596972
-def _tutorial(): # TensorFlow Privacy's MNIST tutorial, tutorials/README.md
-    return [MechanismEvent(noise_multiplier=1.1, sample_rate=256/60_000, steps=234*60)]
-
 def moved()->str: # Markdown
     "By how much epsilon moves for one run, in one sentence."
+    # tutorials/README.md
+    tutorial = [MechanismEvent(noise_multiplier=1.1, sample_rate=256/60_000, steps=234*60)]
     poisson, shuffled, replaced = (
-        known_epsilon(_tutorial(), delta=1e-5, sampling=s, neighbouring_relation=r)
+        known_epsilon(tutorial, delta=1e-5, sampling=s, neighbouring_relation=r)
         for s, r in (("poisson", "replace_special"), ("shuffled", "replace_special"),
                      ("shuffled", "replace_one")))
     return ("::: {.callout-note}\n## How much the batches matter\n\n"

@@ -21,10 +21,6 @@ from .schedules import _real, _whole, _word
 from .units import certify_group, clipped_per_unit
 
 # %% ../../nbs/budgets/several.ipynb #1af5284c
-def _moved_by(events, factor):
-    "Events whose sums move by `factor` bounds."
-    return tuple(replace(e, noise_multiplier=e.noise_multiplier/factor) for e in events)
-
 def person_report(
     events:Iterable[MechanismEvent], # Of a run, with the noise over the bound of what is clipped
     *,
@@ -39,7 +35,8 @@ def person_report(
     events, k = tuple(events), _whole("records", records)
     alone = sampling == "independent"
     seen = clipped_per_unit(events, images=k) if alone else events
-    if clipped_per == "record": seen = _moved_by(seen, k)
+    if clipped_per == "record": # sums move by k bounds
+        seen = tuple(replace(e, noise_multiplier=e.noise_multiplier/k) for e in seen)
     unit = "person" if (alone, clipped_per) == (False, "person") else f"person of {k} records"
     if not (alone and clipped_per == "record"):
         return budget_report(seen, delta=delta, privacy_unit=unit)

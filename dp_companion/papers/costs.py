@@ -17,7 +17,6 @@ import pandas as pd
 from ..files import csv_text, write_whole
 from .grids import papers_with_grids, tables_of
 from ..training.datasets import load_dataset
-from ..training.planning import poisson_plan
 from ..training.records import read_record
 from ..training.spec import RunSpec
 
@@ -42,7 +41,7 @@ def timed_run(
 # %% ../../nbs/papers/costs.ipynb #238853bf
 def _steps(spec, epochs):
     "Steps of a run that may have stopped early."
-    return poisson_plan(replace(spec, epochs=epochs), _data(spec.dataset)).steps
+    return replace(spec, epochs=epochs).plan(len(_data(spec.dataset).train_labels)).steps
 
 @cache
 def _data(name): return load_dataset(name)

@@ -56,8 +56,7 @@ def items_of(
     return "; ".join(dict.fromkeys(same["item"]))
 
 # %% ../../nbs/papers/results.ipynb #d39e86b9
-@functools.cache
-def _printed(paper): return load(paper)
+_printed = functools.cache(load)
 
 def index_row(
     record:RunRecord, # A reference record

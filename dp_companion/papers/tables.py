@@ -293,9 +293,6 @@ def _attacked_schedules(records):
             alike.setdefault((schedule_of(r), r.spec.delta), []).append(r)
     return alike
 
-def _attack_ratio(record):
-    return record.budget["empirical"]["epsilon"]/record.budget["claimed"]["epsilon"]
-
 # %% ../../nbs/papers/tables.ipynb #5e5b3da9
 def refuted(
     records:list, # RunRecords of one accounting, attacked or not
@@ -304,7 +301,8 @@ def refuted(
     "The number of noise schedules for which an attack achieves more than the formula claims."
     alike = _attacked_schedules(records)
     if not alike: return "Nothing was attacked."
-    ratio = {key: _attack_ratio(of[0]) for key, of in alike.items()}
+    ratio = {key: of[0].budget["empirical"]["epsilon"]/of[0].budget["claimed"]["epsilon"]
+        for key, of in alike.items()}
     over, most = sum(x > 1 for x in ratio.values()), max(ratio.values())
     # an attack has a largest epsilon that it can show; schedules that reach it are level
     furthest = [r for key, of in alike.items() if ratio[key] >= .999*most for r in of]

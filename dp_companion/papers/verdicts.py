@@ -44,7 +44,7 @@ def answer_of(
 def answer_together(
     answers, # Words, one for each part of a claim
 )->str: # One word
-    "A claim with several parts holds where all hold, and is refuted where one is refuted."
+    "A claim holds if all its parts hold; one refuted part refutes it."
     answers = list(answers)
     if REFUTED in answers: return REFUTED
     return HOLDS if answers and set(answers) == {HOLDS} else INCONCLUSIVE
@@ -71,7 +71,7 @@ def _callout(answer, verdicts):
 def _box_text(
     verdicts:list, # Verdicts
     *,
-    facts:str, # Data, profile, seeds and the meaning of ±, in one or two sentences
+    facts:str, # Data, profile, seeds, the meaning of ±
     caveat:str, # The most important limitation, for those who quote the verdict
 )->str: # Markdown with Quarto's callouts
     "The answers of a page, one coloured box for each word."
@@ -109,6 +109,16 @@ class Difference:
     half:float # Half of the 95 % interval; NaN for one seed
     seeds:int # How many are common
 
+# %% ../../nbs/papers/verdicts.ipynb #8132975a
+def over_seeds(
+    label:str, # What is shown
+    values, # One a seed
+)->Difference:
+    "The mean with its 95 % interval."
+    n, half = len(values), math.nan
+    if n > 1: half = student_t.ppf(.975, n - 1)*np.std(values, ddof=1)/math.sqrt(n)
+    return Difference(label=label, mean=float(np.mean(values)), half=float(half), seeds=n)
+
 # %% ../../nbs/papers/verdicts.ipynb #a67f55a2
 def paired_difference(
     label:str, # What is compared
@@ -117,12 +127,8 @@ def paired_difference(
     value, # RunRecord -> float
 )->Difference|None: # None where no seed is common
     "The difference of two cells, seed by seed."
-    pairs = list(zip(*same_seeds(ours, theirs)))
-    if not pairs: return None
-    gaps = np.array([value(a) - value(b) for a, b in pairs])
-    n = len(gaps)
-    half = student_t.ppf(.975, n - 1)*gaps.std(ddof=1)/math.sqrt(n) if n > 1 else math.nan
-    return Difference(label=label, mean=float(gaps.mean()), half=float(half), seeds=n)
+    gaps = [value(a) - value(b) for a, b in zip(*same_seeds(ours, theirs))]
+    return over_seeds(label, gaps) if gaps else None
 
 # %% ../../nbs/papers/verdicts.ipynb #180fb757
 def differences_of(
@@ -141,7 +147,7 @@ def _interval_text(
     difference:Difference,
     digits:int=1, # After the point
 )->str: # Mean and interval
-    "A difference as a table prints it: the mean, and in brackets where its 95 % interval ends."
+    "The mean, and its 95 % interval in brackets."
     d, n = difference, digits
     if math.isnan(d.half): return f"{d.mean:+.{n}f} (one seed)"
     return f"{d.mean:+.{n}f} [{d.mean - d.half:+.{n}f}, {d.mean + d.half:+.{n}f}]"
@@ -210,7 +216,7 @@ def _words(x, y, text, anchor="middle", more=""):
     return f'<text x="{x:.0f}" y="{y}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
 
 def _interval(d, y, x):
-    "What is compared, the interval below it, and its mean."
+    "The label; below it the interval and the mean."
     ends, style = [x(e) for e in _ends(d)], f'stroke="{PALETTE[0]}" stroke-width="2"'
     filled = PALETTE[0] if ends and abs(d.mean) > d.half else "none"
     yield _words(0, y + 15, d.label, "start")

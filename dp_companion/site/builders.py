@@ -62,6 +62,7 @@ def download(
         cell["outputs"] = [out for out in cell["outputs"] if out.get("name") != "stderr"]
     return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
+# %% ../../nbs/site/builders.ipynb #2bab4305
 def _copy_looks(root, folder):
     "Copy the style sheet, the icon and the copy buttons; their names."
     names = [name for name in ("styles.css", "favicon.svg", "copy_buttons.js")
@@ -103,6 +104,7 @@ def _origin_cells(draft, page):
     text = f'<span id="rerun"></span>**This page:** {"; ".join(told)}.'
     return [markdown_cell(link_up(text, page, draft.site))]
 
+# %% ../../nbs/site/builders.ipynb #483d72b6
 def _sections(draft, page):
     "Link to code of each section of the verdicts of a page's paper and of all papers."
     folder, sections = page.split("/experiments/")[0], {}
@@ -128,6 +130,7 @@ def _derivation(draft, page, claim):
     having = [at for at, code in sections.items() if claim in code]
     return [*having, *(at for _, at in near), *sections, "#rerun"][0]
 
+# %% ../../nbs/site/builders.ipynb #65c0960d
 def _runs(draft, page, said):
     "The committed runs on the data that a verdict names, else of its paper."
     place = f"results/{page.split('/')[1]}"

@@ -173,6 +173,7 @@ def make_draft(
     texts = {page: _with_source(page, text, titles) for page, (text, _) in shown.items()}
     return Draft(inputs=inputs, sidebar=sidebar, pages=pages, site=site, api=texts)
 
+# %% ../../nbs/site/drafts.ipynb #c8c0c886
 def _sidebar(inputs, api):
     "The sidebar of `_quarto.yml` with the pages that exist."
     contents = inputs.quarto["website"]["sidebar"]["contents"]

@@ -29,7 +29,7 @@ def execute(
     parameters = parameters or {}
     key, runs = execution_key(notebook, parameters), Path(parameters.get("runs", "runs"))
     if _is_current(target, key, runs): return False
-    if key in (committed or {}).values():
+    if is_kept(notebook) and key in (committed or {}).values():
         _write_page(target, _read(notebook), key, runs)
         return False
     with tempfile.TemporaryDirectory() as scratch:
@@ -39,6 +39,7 @@ def execute(
         _write_page(target, _read(draft), key, runs)
     return True
 
+# %% ../../nbs/site/notebooks.ipynb #5a64bc1b
 def _read(notebook): return json.loads(Path(notebook).read_text(encoding="utf-8"))
 
 def _run_papermill(notebook, draft, parameters):
@@ -134,7 +135,7 @@ def execute_all(
     profile:str, # Passed to every experiment
     runs:Path, # Folder of runs, passed to every experiment
     workers:int=2, # Notebooks at once
-    everything:bool=False, # Whether experiments whose outputs are kept are trained too
+    everything:bool=False, # Whether experiments with the tag `kept` are trained too
     only:str="", # Pages below this path alone, such as `papers/sad/experiments/epochs`; trained
 ):
     "Execute every notebook that is not current; experiments last, in the site's order."
@@ -209,7 +210,7 @@ def refresh_pages(
     workers:int=2, # Notebooks at once
 ):
     "Execute stale pages; commit outputs and key of each as soon as it is finished."
-    pages = {str(p.relative_to(source)): p for p in source_notebooks(source) if is_kept(p)}
+    pages = {str(p.relative_to(source)): p for p in source_notebooks(source)}
     keys, failures = committed_keys(source), []
     stale = [(path, scratch/name, page_parameters(path)) for name, path in pages.items()
              if keys.get(name) != execution_key(path, page_parameters(path))]
@@ -263,7 +264,7 @@ def _kept_output(output):
 
 # %% ../../nbs/site/notebooks.ipynb #f3cdca01
 def _kept_outputs(outputs):
-    "Outputs without standard error; standard output in one piece, since its pieces are chance."
+    "Outputs without standard error; standard output in one piece."
     kept = []
     for output in outputs:
         if output.get("name") == "stderr": continue

@@ -277,6 +277,7 @@ def code_cell(
             "execution_count": None}
     return [*map(markdown_cell, above), code, *map(markdown_cell, below)]
 
+# %% ../../nbs/site/pages.ipynb #1c02e292
 def _has_picture(outputs):
     return any(kind.startswith("image/") for out in outputs for kind in out.get("data", {}))
 

@@ -109,6 +109,7 @@ def _module_members(tree):
                         for m in line.body if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
     return members
 
+# %% ../../nbs/site/reference.ipynb #c09ad73b
 def _explained(page, tree):
     "A parameter without a meaning has that of `_ARGUMENTS`, or of the first of its name."
     said = dict(re.findall(r"^\| `(\w+)[^`]*` \| (.+) \|$", page, re.M)[::-1])

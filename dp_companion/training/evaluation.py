@@ -7,13 +7,11 @@ __all__ = ['evaluate']
 
 # %% ../../nbs/training/evaluation.ipynb #7625275f
 import math
-from functools import partial
 import torch
 from torch.nn.functional import cross_entropy
 from .datasets import Dataset
 from .fairness import group_accuracies, macro_roc_auc
-from .imbalance import MINORITY, group_metrics
-from .spec import RunSpec
+from .imbalance import group_metrics
 
 # %% ../../nbs/training/evaluation.ipynb #7c046bdf
 def bounds(rule):
@@ -51,7 +49,7 @@ def evaluate(
     model:torch.nn.Module, # The network
     data:Dataset, # Its test images are used
     loss=cross_entropy, # As `losses.build_loss` gives it
-    further=None, # (logits, labels) -> dict of more metrics
+    minority:tuple|None=None, # Classes of the minority group; None leaves `group_metrics` out
 )->dict: # test_accuracy in [0, 1], test_loss in nats, test_accuracy_by_class; None where undefined
     "Accuracy and loss of the network on the test images."
     logits = _test_logits(model, data)
@@ -61,7 +59,7 @@ def evaluate(
         "test_accuracy": (predictions == data.test_labels).float().mean().item(),
         "test_loss": finite(loss(logits, data.test_labels).item()),
         "test_accuracy_by_class": [by_class.get(k) for k in range(data.classes)],
-        **(further(logits, data.test_labels) if further else {})
+        **({} if minority is None else group_metrics(logits, data.test_labels, minority=minority))
     }
 
 # %% ../../nbs/training/evaluation.ipynb #e0aff5b6
@@ -74,10 +72,3 @@ def evaluate_auc(
     if not logits.isfinite().all(): return None
     if len(data.test_labels.unique()) != data.classes: return None
     return macro_roc_auc(logits, data.test_labels)
-
-def further_metrics(
-    spec:RunSpec, # The run
-): # (logits, labels) -> dict for papers `sad` and `adaptive_noise`; None for the others
-    "The metrics that only some papers report."
-    if not spec.method.reports_groups: return None
-    return partial(group_metrics, minority=MINORITY.get(spec.dataset, ()))

@@ -7,13 +7,15 @@ __all__ = ['PoissonTraining', 'Run']
 
 # %% ../../nbs/training/run.ipynb #55533973
 import math
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
-from ..algorithms.checkpoints import check_holds, check_settings, write_checkpoint
+from dp_companion.algorithms.checkpoints import (check_holds, check_settings,
+    read_checkpoint, write_checkpoint)
 from ..algorithms.gradient_recorder import per_sample_losses
 from ..algorithms.ledger import Ledger
 from ..algorithms.noise import GaussianNoise
@@ -22,13 +24,12 @@ from ..algorithms.private_step import PrivateStep, StepReport
 from ..budgets.certified import BudgetReport, certify
 from ..budgets.schedules import PoissonPlan
 from .datasets import Dataset
-from dp_companion.training.evaluation import (bounds, evaluate, evaluate_auc, further_metrics,
-    nonprivate_means)
+from .evaluation import bounds, evaluate, evaluate_auc, nonprivate_means
+from .imbalance import MINORITY
 from .losses import build_loss
 from .models import build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
-from .planning import budget_report, check_step, poisson_plan, rule_of_step
-from .planning import step_bounds
+from .planning import _UNITS, cached, check_step, rule_of_step, step_bounds
 from .records import RunRecord, provenance, record_path, write_json
 from .spec import RunSpec, digest
 
@@ -97,7 +98,9 @@ class PoissonTraining:
         is_private = spec.method.clip_rule != "none"
         self.multipliers = plan.per_step(spec.method.noise(plan)) if is_private else np.zeros(
             plan.steps)
-        self.bounds, self.following = step_bounds(spec, plan), spec.method.following(spec, plan)
+        self.bounds = step_bounds(spec.method, plan)
+        self.following = spec.method.following(plan, target_epsilon=spec.target_epsilon,
+            delta=spec.delta)
         self.ledger, self.nonprivate_nonfinite_samples = Ledger(), 0
         self.watchers = [] # Called before each step; each returns a function of the step's report
         self.batches = PoissonBatches(plan, GaussianNoise(generator=sampling),
@@ -115,10 +118,10 @@ def _build_step(
     spec, model, optimizer = training.spec, training.model, training.optimizer
     if spec.method.clip_rule == "none": return OrdinaryStep(model, optimizer,
         spec.expected_batch_size)
-    if (own := spec.method.step(training)) is not None: return own
-    rule = spec.method.rule(training.data.classes)
-    return PrivateStep(model, optimizer, clip_rule=rule,
-        expected_batch_size=spec.expected_batch_size, generator=training.noise, kernels=kernels)
+    given = dict(clip_rule=spec.method.rule(training.data.classes), generator=training.noise)
+    if own := spec.method.step(): return own(model, optimizer, **given)
+    return PrivateStep(model, optimizer, expected_batch_size=spec.expected_batch_size,
+        kernels=kernels, **given)
 
 # %% ../../nbs/training/run.ipynb #8b997adc
 def account(
@@ -285,7 +288,8 @@ class Run:
         taking_part:Dataset|None=None, # Where an audit leaves records out; None: `data`
     ):
         self.spec, self.data, self.device = spec, taking_part or data, device
-        self.plan, self.loss, self.epochs = poisson_plan(spec, data), build_loss(spec.loss), []
+        self.plan, self.loss, self.epochs = spec.plan(len(data.train_labels)), build_loss(
+            spec.loss), []
         self.build()
 
     def build(self):
@@ -367,7 +371,8 @@ def close_epoch(self:Run,
     "Append the metrics of an epoch whose steps are taken."
     e, training, spec = len(self.epochs), self.training, self.spec
     followed = training.following.close_epoch(len(reports)) if training.following else {}
-    metrics = evaluate(self.network, self.data, self.loss, further_metrics(spec))
+    minority = MINORITY.get(spec.dataset, ()) if spec.method.reports_groups else None
+    metrics = evaluate(self.network, self.data, self.loss, minority)
     observe(training.lr, public_loss=metrics["test_loss"] if metrics["test_loss"] is not None
         else math.inf)
     self.epochs.append({"epoch": e, "noise_multiplier": reports[-1].noise_multiplier,
@@ -378,10 +383,15 @@ def close_epoch(self:Run,
 @patch
 def report(self:Run,
     certify=certify, # `certify`, or a cached form of it
-)->BudgetReport|None: # None where a filter keeps the budget
+)->BudgetReport|None: # Nothing certified without privacy; None where a filter keeps the budget
     "Claimed and certified, as planned."
-    return None if self.training.following else budget_report(self.spec, self.plan,
-        self.data.classes, certify)
+    spec, plan = self.spec, self.plan
+    if self.training.following: return None
+    unit = dict(delta=spec.delta, privacy_unit=_UNITS.get(spec.dataset, "image"))
+    if spec.method.clip_rule == "none": return BudgetReport(certified={}, **unit)
+    events = spec.method.events(plan, self.data.classes)
+    return BudgetReport(claimed=spec.method.claim(plan, delta=spec.delta), events=events,
+        certified=certify(events, delta=spec.delta), **unit)
 
 @patch
 def checked(self:Run,
@@ -389,7 +399,20 @@ def checked(self:Run,
 )->BudgetReport:
     "The budget of a finished run; its ledger must equal the accounted steps."
     check_ledger(self.training)
-    return planned or self.training.following.report(self.spec)
+    return planned or self.training.following.report()
+
+# %% ../../nbs/training/run.ipynb #d7cd18fb
+def check_target(
+    spec:RunSpec, # The run
+    report:BudgetReport, # Its budget
+):
+    "Refuse a certified run whose tightest certified epsilon is above its target."
+    spent, sigma = report.epsilon, spec.method.noise_multiplier
+    if spec.accounting != "certified" or spent <= spec.target_epsilon: return
+    raise ValueError("noise_multiplier must be certified for "
+                     f"target_epsilon={spec.target_epsilon}, "
+                     f"got noise_multiplier={sigma}, which spends {spent:.4g}; "
+                     "use the one that `dp-companion calibrate` gives")
 
 # %% ../../nbs/training/run.ipynb #c50273d2
 def finish(
@@ -420,3 +443,34 @@ def save_checkpoint(
 ):
     "Write the state of a run atomically."
     write_checkpoint(path, run.state())
+
+# %% ../../nbs/training/run.ipynb #755dc457
+def _training_device()->str: # For torch
+    "Where networks train: the device that `DP_COMPANION_DEVICE` names, else the CPU."
+    name = os.environ.get("DP_COMPANION_DEVICE") or "cpu"
+    try: torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError): raise ValueError("DP_COMPANION_DEVICE must be a device "
+        f"that torch can use here, got {name!r}; unset it to train on the CPU") from None
+    return name
+
+# %% ../../nbs/training/run.ipynb #382558d2
+def _build_run(
+    spec:RunSpec, # The run
+    data:Dataset, # Its data
+)->Run: # Before its first epoch
+    "The run of a spec: its paper's own kind of run, or the generic one."
+    own = spec.method.trainer()
+    return own(spec, data) if own else Run(spec, data, _training_device())
+
+def prepared(
+    spec:RunSpec, # The run, locked
+    runs:Path, # Folder of runs
+    data:Dataset, # Its data
+)->tuple: # The run at its last epoch or its start, its budget, and the place of its checkpoint
+    "A run that may go on; one that would spend more than its target is refused."
+    run = _build_run(spec, data)
+    report = run.report(cached(certify, runs))
+    if report: check_target(spec, report)
+    checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
+    if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
+    return run, report, checkpoint

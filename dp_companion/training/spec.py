@@ -169,20 +169,20 @@ def calibrated(self:Method,
 # %% ../../nbs/training/spec.ipynb #b9615f43
 @patch
 def following(self:Method,
-    spec:"RunSpec", # The run
-    plan:PoissonPlan, # Its sampling
+    plan:PoissonPlan, # The sampling of the run
+    *,
+    target_epsilon:float, # epsilon (nats); > 0
+    delta:float, # Target delta, in (0, 1)
 ):
     "Noise that is decided during the run; None for a schedule."
 
 @patch
-def step(self:Method,
-    run, # With model, optimizer and noise generator
-):
-    "A step of the paper's own, in place of the private step; None for the private step."
+def step(self:Method):
+    "The class of the paper's own step; None for the private step."
 
 @patch
 def trainer(self:Method):
-    "(spec, data) -> the paper's own kind of `Run`; None for the generic one."
+    "The class of the paper's own kind of `Run`; None for the generic one."
 
 @patch
 def check(self:Method,
@@ -262,13 +262,25 @@ class RunSpec:
 @patch(as_prop=True)
 def name(self:RunSpec)->str: # 16 hexadecimal digits
     "The hash of the values, numbers to `_NAMED_DIGITS`, and of `REVISION`."
-    said = _said(self) | {"method": _said(self.method), "revision": REVISION}
-    return digest(said)[:16]
+    run, method = ({k: as_named(v) for k, v in vars(holder).items() if v is not None}
+                   for holder in (self, self.method))
+    return digest(run | {"method": method, "revision": REVISION})[:16]
 
 @patch(as_prop=True)
 def values(self:RunSpec)->dict: # As `run_spec` takes them
     "All values of the run and of its method in one dict; `method` is the method's name."
-    return vars(self) | _without_name(self.method)
+    method = {("method" if k == "name" else k): v for k, v in vars(self.method).items()}
+    return vars(self) | method
+
+# %% ../../nbs/training/spec.ipynb #2ebfb346
+@patch
+def plan(self:RunSpec, records:int)->PoissonPlan: # Of the training set
+    "The sampling."
+    batch = self.expected_batch_size
+    plan = PoissonPlan(dataset_size=records, expected_batch_size=batch, epochs=self.epochs)
+    if all(plan.steps_per_epoch): return plan
+    raise ValueError("expected_batch_size must leave a step to every epoch, "
+        f"got expected_batch_size={batch} of {records} records; use at most {records//2}")
 
 @patch
 def says(self:RunSpec,
@@ -284,12 +296,6 @@ def varied(self:RunSpec,
 )->"RunSpec":
     "The same run with some values changed."
     return run_spec(**self.values | changes)
-
-# %% ../../nbs/training/spec.ipynb #aaf528b9
-def _said(holder): return {k: as_named(v) for k, v in vars(holder).items() if v is not None}
-
-def _without_name(method):
-    return {("method" if k == "name" else k): v for k, v in vars(method).items()}
 
 # %% ../../nbs/training/spec.ipynb #34e0411c
 def digest(

@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 import torch
-from filelock import FileLock
+from fastcore.basics import patch
 from joblib import Parallel, delayed
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
@@ -21,9 +21,9 @@ from ..algorithms.per_sample_norms import kernels_of
 from ..algorithms.private_step import PrivateStep
 from .datasets import Dataset, load_dataset
 from .records import find_record, record_path
-from .run import Run, begin, end, finish, save_checkpoint
+from .run import Run, begin, end, finish, prepared, save_checkpoint
 from .spec import require
-from .training import prepared
+from .training import locked
 
 # %% ../../nbs/training/stacked.ipynb #b8f396f7
 _SHARED = ("dataset", "model", "loss", "epochs", "expected_batch_size")
@@ -83,31 +83,34 @@ class _Gradients:
         squares = [g.flatten(2).square().sum(2) for g in gradients.values()]
         return gradients, torch.stack(squares).sum(0).sqrt(), losses
 
-    def __call__(self, x:Tensor, y:Tensor)->tuple: # As `plain`
-        "The pass, replayed from its recording where there is one."
-        if not self.is_recordable or x.shape[1] != self.room: return self.plain(x, y)
-        if self.graph is None: self._record(x, y)
-        if self.graph is None: return self.plain(x, y)
-        self.x.copy_(x)
-        self.y.copy_(y)
-        self.graph.replay()
-        return self.found
+# %% ../../nbs/training/stacked.ipynb #dbd8fe65
+@patch
+def __call__(self:_Gradients, x:Tensor, y:Tensor)->tuple: # As `plain`
+    "The pass, replayed from its recording where there is one."
+    if not self.is_recordable or x.shape[1] != self.room: return self.plain(x, y)
+    if self.graph is None: self._record(x, y)
+    if self.graph is None: return self.plain(x, y)
+    self.x.copy_(x)
+    self.y.copy_(y)
+    self.graph.replay()
+    return self.found
 
-    def _record(self, x, y):
-        "Record the pass on a GPU, and hold the recording against the pass."
-        try:
-            self.x, self.y, wanted = x.clone(), y.clone(), self.plain(x, y)
-            torch.cuda.synchronize()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(3): self.plain(self.x, self.y)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph): self.found = self.plain(self.x, self.y)
-            graph.replay()
-            torch.cuda.synchronize()
-            torch.testing.assert_close(self.found[1], wanted[1], rtol=1e-4, atol=1e-6)
-            self.graph = graph
-        except (RuntimeError, AssertionError): self.is_recordable = False
+@patch
+def _record(self:_Gradients, x, y):
+    "Record the pass on a GPU, and hold the recording against the pass."
+    try:
+        self.x, self.y, wanted = x.clone(), y.clone(), self.plain(x, y)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3): self.plain(self.x, self.y)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph): self.found = self.plain(self.x, self.y)
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(self.found[1], wanted[1], rtol=1e-4, atol=1e-6)
+        self.graph = graph
+    except (RuntimeError, AssertionError): self.is_recordable = False
 
 # %% ../../nbs/training/stacked.ipynb #69279a88
 class _Stack:
@@ -118,34 +121,15 @@ class _Stack:
         self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
         self.gradients, self.head = _Gradients(runs), _head_of(runs[0].model, device)
 
-    def padded(self, batches:list, room:int=0)->Tensor: # (runs, room) positions
-        "Batches of one length: what is added is image 0, and gets a weight of zero."
-        most = max(room, 1, *map(len, batches))
-        return torch.tensor([batch + [0]*(most - len(batch)) for batch in batches])
-
     def step(self, batches:list, sigmas:list, room:int=0)->list: # A `StepReport` a run
         "One step of every run: account, gradients, noise, scales, descend."
         began = [begin(run.training, sigma) for run, sigma in zip(self.runs, sigmas)]
         steps = [run.training.step for run in self.runs]
         for private, sigma in zip(steps, sigmas): private.begin(sigma)
         if self.head: _add_head_sums(self, batches)
-        else: self.add_sums(batches, room)
+        else: _add_padded_sums(self, batches, room)
         return [end(run.training, private.finish(), sigma, by) for run, private, sigma, by
             in zip(self.runs, steps, sigmas, began)]
-
-    def add_sums(self, batches:list, room:int):
-        "Add each run's scaled sum to its noise."
-        at = self.padded(batches, room).to(self.images.device)
-        gradients, norms, losses = self.gradients(self.images[at], self.labels[at])
-        weights, sizes = torch.zeros_like(norms), list(map(len, batches))
-        steps = [run.training.step for run in self.runs]
-        for k, private in enumerate(steps):
-            private.add_noise()
-            found, b = private.scales(norms[k, :sizes[k]], None), private.expected_batch_size
-            private.seen = [(norms[k, :sizes[k]].clone(), found, None)]*bool(sizes[k])
-            private.losses = [losses[k, :sizes[k]].clone()]*bool(sizes[k])
-            weights[k, :sizes[k]] = found/b
-        _add_sums(steps, self.runs, gradients, weights)
 
     def train_epoch(self):
         "One epoch of every run."
@@ -157,6 +141,24 @@ class _Stack:
                 for run in self.runs]
             reports.append(self.step(list(batches), sigmas, self.gradients.fixed_room))
         for run, own in zip(self.runs, zip(*reports)): run.close_epoch(list(own))
+
+# %% ../../nbs/training/stacked.ipynb #eea87b44
+def _add_padded_sums(stack, batches:list, room:int):
+    "Add each run's scaled sum to its noise."
+    sizes = list(map(len, batches))
+    most = max(room, 1, *sizes) # What is added is image 0, and gets a weight of zero
+    at = torch.tensor([batch + [0]*(most - len(batch)) for batch in batches],
+        device=stack.images.device)
+    gradients, norms, losses = stack.gradients(stack.images[at], stack.labels[at])
+    weights = torch.zeros_like(norms)
+    steps = [run.training.step for run in stack.runs]
+    for k, private in enumerate(steps):
+        private.add_noise()
+        found, b = private.scales(norms[k, :sizes[k]], None), private.expected_batch_size
+        private.seen = [(norms[k, :sizes[k]].clone(), found, None)]*bool(sizes[k])
+        private.losses = [losses[k, :sizes[k]].clone()]*bool(sizes[k])
+        weights[k, :sizes[k]] = found/b
+    _add_sums(steps, stack.runs, gradients, weights)
 
 def _add_sums(steps, runs, gradients, weights):
     "Add each run's weighted sum to its noise; a sample whose gradient is not finite is left out."
@@ -234,15 +236,15 @@ def train_stacked(
         return [find_record(spec, runs) for spec in specs]
     data, started = data or load_dataset(specs[0].dataset), (time.time(), time.process_time())
     with ExitStack() as locks:
-        for path in sorted({record_path(spec, runs).parent for spec in specs}):
-            path.mkdir(parents=True, exist_ok=True)
-            locks.enter_context(FileLock(path/".lock"))
+        for folder in sorted({record_path(spec, runs).parent for spec in specs}):
+            locks.enter_context(locked(folder))
         todo = {spec: prepared(spec, runs, data) for spec in specs if not find_record(spec, runs)}
-        for run, report, checkpoint, together in _epochs_of(todo, progress):
+        for run, report, checkpoint in _epochs_of(todo, progress):
             save_checkpoint(run, checkpoint)
             if run.is_over: finish(run, run.checked(report), runs, started)
     return [find_record(spec, runs) for spec in specs]
 
+# %% ../../nbs/training/stacked.ipynb #86451222
 def _epochs_of(todo:dict, progress): # Yields what `prepared` gives, of every run after each epoch
     "Train epoch after epoch; runs that are behind go first, until all are at one epoch."
     stack, going = None, list(todo.values())
@@ -253,5 +255,5 @@ def _epochs_of(todo:dict, progress): # Yields what `prepared` gives, of every ru
         members = [run for run, *_ in behind]
         if stack is None or stack.runs != members: stack = _Stack(members)
         stack.train_epoch()
-        for one in behind: yield (*one, members)
+        yield from behind
         progress(least + 1, members[0].spec.epochs)

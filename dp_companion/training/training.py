@@ -6,91 +6,49 @@
 __all__ = ['train']
 
 # %% ../../nbs/training/training.ipynb #1f8e769d
-import os
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
-import torch
 from filelock import FileLock
-from ..budgets.certified import certify
 from .datasets import Dataset, load_dataset
-from ..algorithms.checkpoints import read_checkpoint
-from .planning import cached, check_target
 from .records import RunRecord, find_record, record_path
+from .run import finish, prepared, save_checkpoint
 from .spec import RunSpec
-from .run import Run, finish, save_checkpoint
 
 # %% ../../nbs/training/training.ipynb #98048945
 def train(
     spec:RunSpec, # The run
     runs:Path=Path("runs"), # Folder of runs
     data:Dataset|None=None, # Its data; loaded where None
-    progress:Callable|None=None, # Called with (finished epochs, epochs)
+    progress:Callable=lambda finished, epochs: None, # Called with (finished epochs, epochs)
 )->RunRecord: # Found there, or trained now
     "The record of `spec`: found in `runs`, resumed at its last epoch, or trained from the start."
     if (found := find_record(spec, runs)) is not None: return found
     data = data or load_dataset(spec.dataset) # before the folder of the run is made
-    folder = record_path(spec, runs).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    # one process trains; others wait for its record
-    lock, rest = folder/".lock", {"progress": progress} if progress else {}
-    try:
-        with FileLock(lock): return find_record(spec, runs) or train_now(spec, runs, data, **rest)
-    except ValueError:
-        _remove_empty(folder)
-        raise
-
-def _remove_empty(folder):
-    "No folder stays behind a run that was refused before its first epoch."
-    if {path.name for path in folder.iterdir()} <= {".lock"}:
-        (folder/".lock").unlink(missing_ok=True)
-        folder.rmdir()
-        if not any(folder.parent.iterdir()): folder.parent.rmdir()
-
-# %% ../../nbs/training/training.ipynb #755dc457
-def _training_device()->str: # For torch
-    "Where networks train: the device that `DP_COMPANION_DEVICE` names, else the CPU."
-    name = os.environ.get("DP_COMPANION_DEVICE") or "cpu"
-    try: torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError): raise ValueError("DP_COMPANION_DEVICE must be a device "
-        f"that torch can use here, got {name!r}; unset it to train on the CPU") from None
-    return name
-
-# %% ../../nbs/training/training.ipynb #382558d2
-def _build_run(
-    spec:RunSpec, # The run
-    data:Dataset, # Its data
-)->Run: # Before its first epoch
-    "The run of a spec: its paper's own kind of run, or the generic one."
-    own = spec.method.trainer()
-    return own(spec, data) if own else Run(spec, data, _training_device())
-
-def prepared(
-    spec:RunSpec, # The run, locked
-    runs:Path, # Folder of runs
-    data:Dataset, # Its data
-)->tuple: # The run at its last epoch or its start, its budget, and the place of its checkpoint
-    "A run that may go on; one that would spend more than its target is refused."
-    run = _build_run(spec, data)
-    report = run.report(cached(certify, runs))
-    if report: check_target(spec, report)
-    checkpoint = record_path(spec, runs).with_name("checkpoint.pt")
-    if checkpoint.exists(): run.load(read_checkpoint(checkpoint))
-    return run, report, checkpoint
-
-# %% ../../nbs/training/training.ipynb #12b57b09
-def train_now(
-    spec:RunSpec, # The run, locked
-    runs:Path, # Folder of runs
-    data:Dataset, # Its data
-    progress:Callable=lambda finished, epochs: None, # As for `train`
-)->RunRecord: # As written
-    "Train `spec` from its last epoch, or from the start."
-    started = time.time(), time.process_time()
-    run, report, checkpoint = prepared(spec, runs, data)
-    progress(len(run.epochs), spec.epochs)
-    while not run.is_over:
-        run.train_epoch()
-        save_checkpoint(run, checkpoint)
+    with locked(record_path(spec, runs).parent):
+        if (found := find_record(spec, runs)) is not None: return found
+        started = time.time(), time.process_time()
+        run, report, checkpoint = prepared(spec, runs, data)
         progress(len(run.epochs), spec.epochs)
-    return finish(run, run.checked(report), runs, started)
+        while not run.is_over:
+            run.train_epoch()
+            save_checkpoint(run, checkpoint)
+            progress(len(run.epochs), spec.epochs)
+        return finish(run, run.checked(report), runs, started)
+
+# %% ../../nbs/training/training.ipynb #239268bd
+@contextmanager
+def locked(
+    folder:Path, # Of a run
+):
+    "One process trains, others wait for its record; a refused run leaves no folder behind."
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder/".lock"): yield
+    except ValueError:
+        if {path.name for path in folder.iterdir()} <= {".lock"}:
+            (folder/".lock").unlink(missing_ok=True)
+            folder.rmdir()
+            if not any(folder.parent.iterdir()): folder.parent.rmdir()
+        raise

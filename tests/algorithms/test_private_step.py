@@ -468,7 +468,7 @@ def test_an_optimizer_of_another_model_is_refused():
         "optimizer must be a torch Optimizer, got a str"),
     (dict(clip_rule="auto_s"), "clip_rule must be a ClipRule, got clip_rule='auto_s'"),
     (dict(noise_multiplier="1"),
-     "noise_multiplier must be finite and >= 0, got noise_multiplier='1'"),
+     "noise_multiplier must be finite and > 0, got noise_multiplier='1'"),
     (dict(kernels=["gram"]),
      "kernels must be a dict of layer names and kernels, got kernels=\\['gram'\\]"),
      (dict(model=nn.TransformerEncoderLayer(8, 2)),

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dp_companion.training.ham10000 import (
     _read_metadata, split_ham10000
 )
 from dp_companion.training.image_folders import cache_root, decoded
-from dp_companion.training.planning import budget_report
+from dp_companion.training.run import Run
 from dp_companion.training.spec import run_spec
 
 DX = list(CLASSES)
@@ -309,7 +310,9 @@ def test_unit_of_a_run(tmp_path):
             **sad_values(size, "DP-SGD"), accounting="certified", target_epsilon=3.,
             noise_multiplier=1., seed=0
         )
-        report = budget_report(spec, size.plan_of(size.run_values), 7, certify=lambda *_, **__: {})
+        run = SimpleNamespace(spec=spec, plan=spec.plan(size.dataset_size), data=SimpleNamespace(
+            classes=7), training=SimpleNamespace(following=None))
+        report = Run.report(run, certify=lambda *_, **__: {})
         assert report.privacy_unit == unit
         assert report.events[0].sample_rate == pytest.approx(256/size.dataset_size)
 

@@ -16,7 +16,7 @@ def test_every_step_has_the_bound_of_its_epoch(method):
     spec = run_spec(**method_values(SIZE, method), accounting="certified", target_epsilon=1.,
                     noise_multiplier=1., seed=0)
     plan, rule = SIZE.plan_of(SIZE.run_values), spec.method.rule(10)
-    bounds, step = step_bounds(spec, plan), 0
+    bounds, step = step_bounds(spec.method, plan), 0
     for epoch, steps in enumerate(plan.steps_per_epoch):
         for _ in range(steps):
             due = 3*.5**(epoch//SIZE.drop_every) # z_0 R^floor(e/K)

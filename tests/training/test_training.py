@@ -3,6 +3,7 @@ import json
 import signal
 import time
 from threading import Thread
+from types import SimpleNamespace
 
 from filelock import FileLock
 
@@ -57,7 +58,9 @@ def test_killed_run_ends_the_same(tmp_path, processes):
 
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path, monkeypatch):
     spec, trained = spec_from_dict(SPEC), []
-    monkeypatch.setattr(training, "train_now", lambda *asked: trained.append(asked) or asked)
+    run = SimpleNamespace(epochs=[], is_over=True, checked=lambda report: report)
+    monkeypatch.setattr(training, "prepared", lambda *asked: (run, trained.append(asked), None))
+    monkeypatch.setattr(training, "finish", lambda *_: None)
     record_path(spec, tmp_path).parent.mkdir()
     waits = Thread(target=training.train, args=(spec, tmp_path, "its data"))
     # as a process that trains it has it

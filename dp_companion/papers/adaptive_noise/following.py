@@ -131,25 +131,29 @@ class FollowingNoise:
             MechanismEvent(noise_multiplier=self.signal_noise, sample_rate=self.sample_rate,
             steps=1, query="loss"))
 
-    def next(self)->float|None: # Multiplier of the next step, which is counted; None ends the run
-        "Ask the filter for one more step."
-        if not self.has_ended: self.has_ended = not self.filter.request(self.event(self.multiplier))
-        return None if self.has_ended else self.multiplier
+# %% ../../../nbs/papers/adaptive_noise/following.ipynb #d1436346
+@patch
+def next(self:FollowingNoise)->float|None: # Multiplier of the next step; None ends the run
+    "Ask the filter for one more step, and count it."
+    if not self.has_ended: self.has_ended = not self.filter.request(self.event(self.multiplier))
+    return None if self.has_ended else self.multiplier
 
-    def see(self, value:float): # `gradient_energy` or `released_loss` of this step
-        "Record the released value of a step."
-        self.seen.append(value)
+@patch
+def see(self:FollowingNoise, value:float): # `gradient_energy` or `released_loss` of this step
+    "Record the released value of a step."
+    self.seen.append(value)
 
-    def end_epoch(self):
-        "Move the multiplier by the values that the epoch released."
-        if not self.seen: return
-        mean = math.fsum(self.seen)/len(self.seen)
-        self.signal, self.seen = math.sqrt(max(mean, 0.)) if self.signal_noise is None else max(
-            mean, 0.), []
-        if self.first is None: self.first = self.signal
-        if self.first > 0:
-            self.multiplier = min(self.multiplier, self.initial*max(self.floor,
-                self.signal/self.first))
+@patch
+def end_epoch(self:FollowingNoise):
+    "Move the multiplier by the values that the epoch released."
+    if not self.seen: return
+    mean = math.fsum(self.seen)/len(self.seen)
+    self.signal, self.seen = math.sqrt(max(mean, 0.)) if self.signal_noise is None else max(
+        mean, 0.), []
+    if self.first is None: self.first = self.signal
+    if self.first > 0:
+        self.multiplier = min(self.multiplier, self.initial*max(self.floor,
+            self.signal/self.first))
 
 # %% ../../../nbs/papers/adaptive_noise/following.ipynb #a2e91c07
 _KEPT = ("multiplier", "first", "signal", "seen", "has_ended")

@@ -15,7 +15,7 @@ from ...algorithms.clipping import RULES, CountingRule
 from ...budgets.certified import BudgetReport, Certified
 from ...budgets.filters import RenyiFilter
 from ...budgets.schedules import Constant, LinearDecay, PoissonPlan, Schedule
-from ...training.spec import Method, RunSpec, require, require_given
+from ...training.spec import Method, require, require_given
 
 # %% ../../../nbs/papers/adaptive_noise/method.ipynb #b307ac56
 # What the noise may follow; each is released with noise of its own
@@ -57,13 +57,12 @@ class RunNoise(FollowingNoise):
         "Move the multiplier, and return the metrics of the epoch."
         self.end_epoch()
         return {"signal": self.signal, "steps": steps, "filter_reading": self.filter.spent}
-    def report(self,
-        spec:RunSpec, # The run, at its end
-    )->BudgetReport: # Certified is the filter's target
+    def report(self)->BudgetReport: # Of a run at its end
         "The budget of the run: the filter's target."
         note = f"A Rényi filter's target; its reading at the end was {self.filter.spent:.6g}."
-        return BudgetReport(certified={"rdp": Certified(spec.target_epsilon, "rdp", note)},
-            delta=spec.delta, privacy_unit="image", events=tuple(self.filter.events))
+        return BudgetReport(
+            certified={"rdp": Certified(self.filter.target_epsilon, "rdp", note)},
+            delta=self.filter.delta, privacy_unit="image", events=tuple(self.filter.events))
 
 # %% ../../../nbs/papers/adaptive_noise/method.ipynb #975f71fc
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +80,15 @@ class AdaptiveNoiseMethod(Method):
     def calibrated(self, noise_multiplier):
         if self.adapt_to == "loss": return shared_with_loss(noise_multiplier)
         return super().calibrated(noise_multiplier)
-    def step(self, run):
-        if self.clip_rule != "batch": return None
-        return BatchStep(run.model, run.optimizer, clip_rule=self.rule(run.data.classes),
-                         generator=run.noise)
-    def following(self, spec, plan):
+    def step(self): return BatchStep if self.clip_rule == "batch" else None
+    def following(self, plan, **target):
         if self.adapt_to is None: return None
         if issubclass(self.rule_class, CountingRule): raise ValueError(
             "clip_rule must have no counts of its own when the noise follows a signal, "
             f"since the filter does not count them, got clip_rule={self.clip_rule!r}")
-        watch = RenyiFilter.planned(plan, target_epsilon=spec.target_epsilon, delta=spec.delta)
-        return RunNoise(initial=self.noise_multiplier, floor=self.noise_floor, privacy_filter=watch,
-                        sample_rate=plan.sample_rate, signal_noise=self.signal_noise)
+        return RunNoise(initial=self.noise_multiplier, floor=self.noise_floor,
+            privacy_filter=RenyiFilter.planned(plan, **target), sample_rate=plan.sample_rate,
+            signal_noise=self.signal_noise)
     def check(self, spec):
         super().check(spec)
         follows, floor, noise = self.adapt_to is not None, self.noise_floor, self.signal_noise

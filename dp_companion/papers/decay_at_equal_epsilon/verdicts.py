@@ -114,7 +114,7 @@ def _costs(of)->str:
     worst = min(worse, key=lambda c: c.paired.mean)
     close = [c for c in of if abs(c.paired.mean) <= _SMALL]
     return (f"Decay costs accuracy in {len(worse)} of them, up to {-worst.paired.mean:.1f} points "
-        f"({worst.arm}, {worst.place}, ε = {worst.ours.labels['epsilon']:g}); "
+        f"({worst.arm} on {worst.place}, ε = {worst.ours.labels['epsilon']:g}); "
         f"in {len(close)} the difference is {_SMALL:g} points or less.")
 
 DECAYS = ("linear", "time", "step 0.5", "step 0.75", "step 0.9") # Noise that falls

@@ -191,7 +191,7 @@ def _rises(pool, method):
     return losses.iloc[:, -1]/losses.min(axis=1) > _RISE if len(losses) else pd.Series(dtype=bool)
 
 def _loss_keeps_falling(pool):
-    "A judge of Figure 4: with step decay the loss keeps falling, with the others it rises again."
+    "A judge of Figure 4: the loss keeps falling with step decay alone."
     found = {m: again for m in (*DECAYS, STEP) if len(again := _rises(pool, m))}
     if STEP not in found or len(found) < 2: return INCONCLUSIVE, "not run"
     others = [again for m, again in found.items() if m != STEP]
@@ -280,7 +280,7 @@ def threshold_path(
 def _threshold_rises(pool):
     "A judge of Figure 1: z of DP-SGD-Global-Adapt is largest at the end."
     z = [threshold_path(r) for r in pool if r.spec.method.name == FOLLOWED[0]]
-    why = ", ".join(f"{path[0]:g} to {path[-1]:.3g}" for path in z)
+    why = ", ".join(f"{p[0]:g} to {p[-1]:.3g} (largest {max(p):.4g})" for p in z)
     return all_or_none([path[-1] > path[0] and np.argmax(path) == len(path) - 1 for path in z],
         f"z goes from {why}")
 
@@ -308,7 +308,7 @@ def _norm_judge(
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #d1f33e12
 def _lowest_norm(pool):
-    "A judge of Figure 2: under step decay the norm is below all others' in every epoch."
+    "A judge of Figure 2: step decay's norm is the lowest in every epoch."
     ours = norms_by_seed(pool, STEP)
     others = [norms for m in FOLLOWED[:-1] if len(norms := norms_by_seed(pool, m))]
     if ours.empty or not others: return INCONCLUSIVE, "not run"

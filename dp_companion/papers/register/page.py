@@ -78,9 +78,6 @@ _SCRIPT = """<script>
 # %% ../../../nbs/papers/register/register.ipynb #a43fb2e3
 def _line(name, value): return f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
 
-def _inferred(claim):
-    return "".join(_line(f"inferred: {name}", how) for name, how in claim.inferred.items())
-
 def _details(r, claim):
     "What one file says, and what follows."
     shown = {"says": claim.says, "title": claim.title, "source": claim.source,
@@ -93,10 +90,11 @@ def _details(r, claim):
              "verdict": f"{r.verdict}. {r.why}", "PLD, one record replaced": _digits(r.replaced),
              "as the code runs": f"{r.as_run}: ε ≥ {_digits(r.run_lower)}" if r.as_run else "",
              "note": claim.note,
-             "recompute": f"dp-companion claim {claim.name}"}
+             "recompute": f"dp-companion claim {claim.name}",
+             **{f"inferred: {name}": how for name, how in claim.inferred.items()}}
     lines = "".join(_line(name, value) for name, value in shown.items() if value not in ("", None))
     return (f'<details id="claim-{claim.name}"><summary>{escape(claim.name)}</summary>'
-            f"<dl>{lines}{_inferred(claim)}</dl></details>")
+            f"<dl>{lines}</dl></details>")
 
 # %% ../../../nbs/papers/register/register.ipynb #f851e222
 def _table(recomputed, claims):

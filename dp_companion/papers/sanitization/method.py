@@ -58,8 +58,8 @@ class SanitizationMethod(Method):
         return (row_events(rows) if rows else ()) + self.gradient_events(plan)
     def trainer(self):
         # It imports this room's records
-        from dp_companion.papers.sanitization.run import sanitization_run
-        return sanitization_run
+        from dp_companion.papers.sanitization.run import PlainRun, SanitizedRun
+        return PlainRun if self.layer_below is None else SanitizedRun
 
 # %% ../../../nbs/papers/sanitization/method.ipynb #23165603
 from fastcore.basics import patch

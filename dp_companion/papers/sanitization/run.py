@@ -394,10 +394,3 @@ class PlainRun(Run):
         found = certify(events, delta=spec.delta, accountants=("pld",), **relation)
         claim = spec.method.claim(self.plan, delta=spec.delta)
         return BudgetReport(certified=found, claimed=claim, events=events, **unit)
-
-def sanitization_run(
-    spec:RunSpec, # Of paper `sanitization`
-    data:Dataset, # Its data
-)->Run:
-    "The run of a spec, with the sanitization layer where the spec has one."
-    return PlainRun(spec, data) if spec.method.layer_below is None else SanitizedRun(spec, data)
