@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MOST_CHARACTERS = 1_001_000 # promised: 600,000
+MOST_CHARACTERS = 999_000 # promised: 600,000
 MODULES = {path: path.read_text(encoding="utf-8") for path in
            sorted((ROOT/"dp_companion").rglob("*.py")) if path.name != "_modidx.py"}
 
