@@ -146,6 +146,7 @@ def _gram_norms(
     return ((exact + a.shape[1]*torch.finfo(like.dtype).eps*total).square_().to(like.dtype)
             .add_(least(like.dtype)))
 
+# %% ../../nbs/algorithms/per_sample_norms.ipynb #1c9ce3b1
 _AT_A_TIME = 128 # Features whose products are added in float32
 _TIGHT = 1 + 1/128 # By which it may round up a square
 
