@@ -34,8 +34,10 @@ def result_path(
 STANDS_FOR = {"digits": "MNIST", "mnist": "MNIST", "unbalanced_digits": "Unbalanced MNIST",
               "unbalanced_mnist": "Unbalanced MNIST", "synthetic_melt_pool_small": "Thinwall",
               "thinwall": "Thinwall"} # Ours to the paper's
-_LESIONS = ("minority_digits", "ham10000_small", "ham10000_lesions", "ham10000", "ham10000_224")
-_IMAGES = {"digits": "MNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}
+_LESIONS = ("minority_digits", "ham10000_efficientnet", "ham10000_by_image_efficientnet",
+            "ham10000_lesions_efficientnet", "ham10000_224")
+_PHOTOS = dict.fromkeys(("cifar10", "cifar10_efficientnet"), "CIFAR-10")
+_IMAGES = {**dict.fromkeys(("digits", "mnist", "mnist_scattering"), "MNIST"), **_PHOTOS}
 STANDS_FOR_OF = {"sad": dict.fromkeys(_LESIONS, "HAM10000"), "adaptive_noise": _IMAGES,
                  "sanitization": _IMAGES} # Where a paper has data sets of its own
 
@@ -49,7 +51,7 @@ def items_of(
 )->str: # Joined by "; "; empty where the paper prints no such cell
     "The tables of the paper that have a number for this method, data set and target."
     if spec.paper not in PAPERS: return ""
-    printed, known = _printed(spec.paper), STANDS_FOR | {"cifar10": "CIFAR-10"}
+    printed, known = _printed(spec.paper), STANDS_FOR | _PHOTOS
     stands_for = STANDS_FOR_OF.get(spec.paper, known).get(spec.dataset)
     same = printed[(printed["method"] == spec.method.name) & (printed["dataset"] == stands_for)]
     same = same[same["epsilon"].isna() | (same["epsilon"] == spec.target_epsilon)]

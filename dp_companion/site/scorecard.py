@@ -80,9 +80,10 @@ def _global_adapt_v2():
 
 def _sad():
     "Stages on HAM10000."
-    runs = _on("sad", "ham10000_small")
-    verdict = judge_sad(runs, sad_profile("laptop"), (3., 8., 16.), "HAM10000")[0]
-    return _Line(paper="sad", ran="stages, HAM10000, per image", accuracy=verdict,
+    size = sad_profile("laptop")
+    runs = _on("sad", size.dataset)
+    verdict = judge_sad(runs, size, (3., 8., 16.), "HAM10000")[0]
+    return _Line(paper="sad", ran="stages, HAM10000 features, per image", accuracy=verdict,
                  page="papers/sad/experiments/skin_lesions.ipynb",
                  privacy="papers/audited_claims.ipynb",
                  **_epsilons(runs, "SAD-DPSGD", target_epsilon=3.))
@@ -90,9 +91,9 @@ def _sad():
 # %% ../../nbs/site/scorecard.ipynb #5c00000c
 def _adaptive_noise():
     "Noise that follows the gradient on MNIST."
-    runs, method = _on("adaptive_noise", "mnist"), "Adaptive DP-SGD, by gradient"
+    runs, method = _on("adaptive_noise", "mnist_scattering"), "Adaptive DP-SGD, by gradient"
     verdict = judge_adaptive(runs, [method], (.5, 1., 3., 10.), "MNIST")[0]
-    return _Line(paper="adaptive_noise", ran="noise by gradient, ε = 1, MNIST",
+    return _Line(paper="adaptive_noise", ran="noise by gradient, ε = 1, MNIST features",
                  page="papers/adaptive_noise/experiments/convergence.ipynb",
                  privacy="papers/audited_claims.ipynb",
                  accuracy=replace(verdict, claim="it beats constant noise at every ε"),

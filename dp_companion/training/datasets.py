@@ -390,18 +390,27 @@ def _load_vectors(
     root:Path|None=None, # Folder of data sets; `data_root()` where None
     *,
     name:str, # As in a `RunSpec`
-    of:str, # The data set
+    load, # The loader of its images
     extractor:str, # A key of `features.EXTRACTORS`
 )->Dataset: # Vectors (n, size, 1, 1)
     "The public features of a data set, found or computed now, in its order."
     from dp_companion.training.features import load_features
-    data = DATASETS[of](root)
+    data = load(root)
     found = load_features(data, extractor, cache_root())
     train, test = (torch.from_numpy(part).float()[:, :, None, None]
                    for part in (found.train, found.test))
     return replace(data, name=name, train_images=train, test_images=test, source=found.source)
 
 # %% ../../nbs/training/datasets.ipynb #bb4962e4
+_skin_160 = partial(_load_ham10000, side=160)
+_VECTORS = ( # Name, loader of the images, extractor
+    ("digits_scattering", load_digits, "small_scattering"),
+    ("mnist_scattering", _load_mnist, "scattering"),
+    ("cifar10_efficientnet", partial(_load_cifar, classes=10), "efficientnet_lite0"),
+    ("ham10000_efficientnet", _skin_160, "efficientnet_lite0_160"),
+    ("ham10000_by_image_efficientnet", partial(_skin_160, by="image"), "efficientnet_lite0_160"),
+    ("ham10000_lesions_efficientnet", partial(_skin_160, most=1), "efficientnet_lite0_160")
+)
 # A data set name in a `RunSpec` to its loader
 DATASETS = {
     "digits": load_digits,
@@ -425,28 +434,30 @@ DATASETS = {
     "synthetic_melt_pool_small": partial(
         _load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small"
     ),
-    "digits_scattering": partial(_load_vectors, name="digits_scattering", of="digits",
-        extractor="small_scattering"),
-    "cifar10_efficientnet": partial(_load_vectors, name="cifar10_efficientnet", of="cifar10",
-        extractor="efficientnet_lite0")
+    **{name: partial(_load_vectors, name=name, load=load, extractor=extractor)
+       for name, load, extractor in _VECTORS}
 }
 
 # %% ../../nbs/training/datasets.ipynb #59700c42
 _SKIN = [name for name in DATASETS if name.startswith("ham10000")]
+_CIFAR = ("cifar10", "cifar10_efficientnet")
+_MNIST = "MNIST/raw/train-images-idx3-ubyte"
 _PLACES = { # the files that a loader looks for, in this order
-    "mnist": ("MNIST/raw/train-images-idx3-ubyte",),
-    "unbalanced_mnist": ("MNIST/raw/train-images-idx3-ubyte",),
-    "cifar10": ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"),
+    **dict.fromkeys(("mnist", "mnist_scattering", "unbalanced_mnist"), (_MNIST,)),
+    **dict.fromkeys(_CIFAR, ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10")),
     "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"),
     "thinwall": ("Thinwall",), **dict.fromkeys(_SKIN, ("HAM10000",))
 }
-_PLACES["cifar10_efficientnet"] = _PLACES["cifar10"]
 _TO_GET = {
-    "mnist": "downloaded on first use, or put its four -ubyte files into {root}/MNIST/raw",
-    "unbalanced_mnist": "downloaded on first use, or put MNIST's four -ubyte files into "
-                        "{root}/MNIST/raw",
-    "cifar10": "downloaded on first use, or put cifar-10-python.tar.gz or "
-               "cifar10/{{train,test}}/<class>/*.jpg into {root}",
+    **dict.fromkeys(
+        ("mnist", "mnist_scattering", "unbalanced_mnist"),
+        "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw"
+    ),
+    **dict.fromkeys(
+        _CIFAR,
+        "downloaded on first use, or put cifar-10-python.tar.gz or "
+        "cifar10/{{train,test}}/<class>/*.jpg into {root}"
+    ),
     "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or "
                 "cifar100/{{train,test}}/<class>/*.jpg into {root}",
     "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not "
@@ -457,7 +468,6 @@ _TO_GET = {
         "Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here"
     )
 }
-_TO_GET["cifar10_efficientnet"] = _TO_GET["cifar10"]
 
 # %% ../../nbs/training/datasets.ipynb #56715df4
 def where(

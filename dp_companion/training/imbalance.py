@@ -14,7 +14,8 @@ from ..budgets.events import MechanismEvent
 from .ham10000 import CLASSES, MAJORITY, PUBLISHED_COUNTS
 
 # %% ../../nbs/training/imbalance.ipynb #0237a566
-_SKIN = ("ham10000", "ham10000_by_image", "ham10000_small", "ham10000_lesions", "ham10000_224")
+_SKIN = [f"ham10000{kind}" for kind in ("", "_by_image", "_small", "_lesions", "_224",
+    "_efficientnet", "_by_image_efficientnet", "_lesions_efficientnet")]
 # Data set to its minority group, by class number
 MINORITY = {
     **dict.fromkeys(_SKIN, tuple(k for k in range(len(CLASSES)) if k != MAJORITY)),

@@ -72,4 +72,5 @@ def _code_digest(
 
 # %% ../../nbs/training/planning.ipynb #d32b60f4
 # Whose a training record is, where it is more than an image
-_UNITS = dict.fromkeys(("ham10000_lesions", "ham10000_lesions_160"), "lesion")
+_UNITS = dict.fromkeys((f"ham10000_lesions{kind}" for kind in ("", "_160", "_efficientnet")),
+    "lesion")

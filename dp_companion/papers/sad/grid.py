@@ -15,22 +15,22 @@ from ..global_adapt_v2.grid import scaled_decay
 from ...training.grid import Profile, Tables, named_profile, values_of
 
 # %% ../../../nbs/papers/sad/grid.ipynb #32683dcb
-def _sad(**sizes): return Profile(delta=1e-3, **sizes)
+_FEATURES = dict(model="linear", delta=1e-3, epochs=50, drop_every=10, expected_batch_size=128,
+                 learning_rate=.125, seeds=10, loss="sad_weighted")
 
 SAD_PROFILES = {
-    "digits": {"HAM10000": _sad(dataset="minority_digits", model="unbalanced_mnist_cnn",
-                                dataset_size=939, epochs=5, drop_every=1, expected_batch_size=64,
-                                learning_rate=1., seeds=3)},
-    "laptop": {"HAM10000": _sad(dataset="ham10000_small", model="unbalanced_mnist_cnn",
-                                dataset_size=8008, epochs=5, drop_every=1, expected_batch_size=256,
-                                learning_rate=.5, seeds=3, loss="sad_weighted"),
-               "HAM10000, lesions": _sad(dataset="ham10000_lesions", model="unbalanced_mnist_cnn",
-                   dataset_size=5976, epochs=5, drop_every=1, expected_batch_size=256,
-                   learning_rate=.5, seeds=3, loss="sad_weighted")},
-    "paper": {"HAM10000": _sad(dataset="ham10000_224", model="resnet50", dataset_size=8008,
-                               epochs=50, drop_every=10, expected_batch_size=128,
-                               learning_rate=1e-3, seeds=5, loss="sad_weighted")},
-} # minutes; an hour or two on one core; days on a GPU
+    "digits": {"HAM10000": Profile(dataset="minority_digits", model="unbalanced_mnist_cnn",
+        dataset_size=939, epochs=5, drop_every=1, expected_batch_size=64, learning_rate=1., seeds=3,
+        delta=1e-3)},
+    "laptop": {
+        "HAM10000": Profile(dataset="ham10000_efficientnet", dataset_size=8008, **_FEATURES),
+        "HAM10000, by image": Profile(dataset="ham10000_by_image_efficientnet", dataset_size=8012,
+            **_FEATURES),
+        "HAM10000, lesions": Profile(dataset="ham10000_lesions_efficientnet", dataset_size=5976,
+            **_FEATURES)},
+    "paper": {"HAM10000": Profile(dataset="ham10000_224", dataset_size=8008,
+        **_FEATURES | dict(model="resnet50", learning_rate=1e-3, seeds=5))},
+} # minutes; half an hour on two cores; days on a GPU
 
 # %% ../../../nbs/papers/sad/grid.ipynb #7b2239a4
 def sad_profile(
