@@ -46,14 +46,16 @@ COLUMNS = ("paper", "items", "dataset", "method", "accounting", "target_epsilon"
            "accuracy",
            "certified_epsilon", "file") # Of the table
 
+def _stands_for(spec:RunSpec)->str|None: # The paper's name of a run's data set
+    return STANDS_FOR_OF.get(spec.paper, STANDS_FOR | _PHOTOS).get(spec.dataset)
+
 def items_of(
     spec:RunSpec, # The run
 )->str: # Joined by "; "; empty where the paper prints no such cell
     "The tables of the paper that have a number for this method, data set and target."
     if spec.paper not in PAPERS: return ""
-    printed, known = _printed(spec.paper), STANDS_FOR | _PHOTOS
-    stands_for = STANDS_FOR_OF.get(spec.paper, known).get(spec.dataset)
-    same = printed[(printed["method"] == spec.method.name) & (printed["dataset"] == stands_for)]
+    printed, place = _printed(spec.paper), _stands_for(spec)
+    same = printed[(printed["method"] == spec.method.name) & (printed["dataset"] == place)]
     same = same[same["epsilon"].isna() | (same["epsilon"] == spec.target_epsilon)]
     return "; ".join(dict.fromkeys(same["item"]))
 

@@ -83,6 +83,7 @@ def _measured_files(
     runs = {p for f in papers for p in results.glob(f"{f}/**/*.json")}
     named = [p for p in results.glob("bench/*.json") if p.name in text]
     tables = [p for p in results.glob("*/index.csv") if f"results/{p.parent.name}/" in text]
+    if "results/index.csv" in text: tables.append(results/"index.csv")
     return sorted([*runs, *named, *tables])
 
 # %% ../../nbs/site/page_keys.ipynb #b119f4e4

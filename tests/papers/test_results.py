@@ -54,7 +54,8 @@ def test_the_index_lists_every_record_and_no_other(root, records):
 
 
 def test_records_are_found_by_paper_data_set_and_method(root, records):
-    found = read_records(root/"results", paper="sad", dataset="ham10000_efficientnet", method="SAD-DPSGD")
+    found = read_records(root/"results", paper="sad", dataset="ham10000_efficientnet",
+                         method="SAD-DPSGD")
     alike = [path for path in records if path.parts[-4:-1] == ("sad", "ham10000_efficientnet",
         slug("SAD-DPSGD"))]
     assert len(found) == len(alike) > 3 and {r.spec.method.name for r in found} == {"SAD-DPSGD"}

@@ -314,7 +314,8 @@ def test_unit_of_a_run(tmp_path):
             classes=7), training=SimpleNamespace(following=None))
         report = Run.report(run, certify=lambda *_, **__: {})
         assert report.privacy_unit == unit
-        assert report.events[0].sample_rate == pytest.approx(256/size.dataset_size)
+        assert report.events[0].sample_rate == pytest.approx(
+            size.expected_batch_size/size.dataset_size)
 
 
 @pytest.mark.data
