@@ -36,7 +36,8 @@ def test_risk_of_a_record_is_that_of_what_is_certified(root, paper):
         curve = trade_off(report.events, neighbouring_relation=report.neighbouring_relation)
         epsilon = report.certified["pld"].epsilon
         delta = np.interp(np.exp(epsilon), np.exp(curve.epsilons), curve.deltas)
-        assert .98*report.delta < delta < 1.001*report.delta
+        # An accountant rounds up to its grid once a phase, so many phases give away more
+        assert 1 - 5e-4*len(report.events) < delta/report.delta < 1.001
 
 
 def test_a_lesion_has_another_risk_than_an_image():
