@@ -58,7 +58,7 @@ RECIPES = (
     ("batch norm to 2C", "adam", 3e-4, 256, "one_cycle", 10, 0),
     ("batch norm to C", "adam", 6e-4, 512, "one_cycle", 10, 0),
     ("batch norm to C", "adam", 3e-4, 1024, "one_cycle", 8, 0),
-    *(("batch norm to 2C", "adam", 1e-4, 256, "one_cycle", 8, seed) for seed in range(3)),
+    *(("batch norm to 2C", "adam", 1e-4, 256, "one_cycle", 8, seed) for seed in range(10)),
 )
 
 
