@@ -642,24 +642,27 @@ def recipe(
     dp-companion recipe --data mnist --epsilon 1
     """
     from dp_companion.papers.decay_at_equal_epsilon.recipes import (
-        best_of, committed_recipes, epsilon_with_tuning)
+        best_of, committed_recipes, epsilon_with_tuning, recipes_at)
     from dp_companion.training.features import EXTRACTORS
     known = committed_recipes()
     if not known:
         raise ValueError("recipes must be in results/recipes/ here or above, got none in "
                          f"{Path.cwd()}; run this in a checkout of the project")
-    found = best_of(known, data, epsilon)
+    tried = recipes_at(known, data, epsilon)
+    found = best_of(tried)
     spec, accuracies = found.spec, found.accuracies
     _say({"accuracy": f"{100*accuracies.mean():.2f} %",
           "standard deviation": f"{100*accuracies.std(ddof=1):.2f} points",
           "seeds": len(accuracies), "certified epsilon": found.epsilon, "delta": spec["delta"],
           "privacy unit": found.budget["privacy_unit"],
-          "epsilon with the choice of the rate": epsilon_with_tuning(found),
+          "epsilon with the choice": epsilon_with_tuning(tried),
           "features": EXTRACTORS[spec["extractor"]].public,
           "expected batch size": spec["expected_batch_size"], "epochs": spec["epochs"],
           "noise multiplier": f"{spec['noise']['initial']:.4g}, constant",
           "clipping bound": spec["bounds"]["initial"], "learning rate": spec["learning_rate"],
           "momentum": spec["momentum"], "averaged": f"last {spec['averaged']:.0%} of the steps",
+          "private mean taken off": f"noise multiplier {spec['mean_noise']:g}"
+              if "mean_noise" in spec else "no",
           "train it": "dp-companion reproduce --profile laptop --only "
                       "papers/decay_at_equal_epsilon/experiments/recipe"}, as_json)
 

@@ -8,6 +8,7 @@ __all__ = ['HeadSpec', 'HeadRecord', 'write_head', 'read_head', 'head_record', '
 # %% ../../nbs/training/heads.ipynb #73a4d73f
 import base64
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -22,10 +23,11 @@ from ..algorithms.ledger import Ledger
 from ..algorithms.noise import GaussianNoise
 from ..algorithms.poisson_batches import PoissonBatches, draw_by_generator
 from ..budgets.certified import BudgetReport, budget_report
-from ..budgets.events import gaussian_events
+from ..budgets.events import MechanismEvent, gaussian_events
+from ..budgets.rdp import calibrate_noise_multiplier
 from ..budgets.schedules import Constant, PoissonPlan, Schedule
 from .features import Features
-from .multipliers import first_multiplier
+from .multipliers import _calibrate_events, first_multiplier
 from .planning import _UNITS, cached
 from .records import least_epsilon, provenance, write_json
 from .run import stream_seed
@@ -76,6 +78,7 @@ class HeadSpec:
     target_epsilon:float|None = None # What the noise was calibrated for
     delta:float = 1e-5 # Target delta
     held_out:int = 0 # Training records kept apart and judged on; 0: judged on the test images
+    mean_noise:float = 0. # Noise multiplier of the private mean taken off all rows; 0: none is
 
     def __post_init__(self):
         require_count(self, "epochs", "expected_batch_size")
@@ -83,12 +86,14 @@ class HeadSpec:
         for name in ("momentum", "averaged"):
             value = getattr(self, name)
             require(0 <= value < 1, name, "in [0, 1)", value)
+        can = self.mean_noise == 0 or (self.noise is not None and 0 < self.mean_noise < math.inf)
+        require(can, "mean_noise", "0, or > 0 beside noise", self.mean_noise)
 
 # %% ../../nbs/training/heads.ipynb #dafc1f93
 @patch(as_prop=True)
 def values(self:HeadSpec)->dict: # Plain JSON values
     "All that the spec says; schedules with the name of their kind."
-    return {name: _plain(value) for name, value in vars(self).items()}
+    return {n: _plain(value) for n, value in vars(self).items() if value or n != "mean_noise"}
 
 @patch(as_prop=True)
 def name(self:HeadSpec)->str: # 16 hexadecimal digits
@@ -108,6 +113,23 @@ def _named(value):
     return {k: _named(v) for k, v in value.items()} if isinstance(value, dict) else as_named(value)
 
 # %% ../../nbs/training/heads.ipynb #1f08fdb2
+def head_events(
+    spec:HeadSpec, # A private head
+    records:int, # Of the training set
+)->tuple: # Of `MechanismEvent`
+    "All queries of a seed in their order: the mean, once, and a gradient a step."
+    mean = MechanismEvent(noise_multiplier=spec.mean_noise or 1., sample_rate=1., steps=1,
+        query="mean")
+    return (mean,)*(spec.mean_noise > 0) + gaussian_events(spec.noise, spec.plan(records))
+
+def _beside_mean(spec:HeadSpec, records:int, target_epsilon:float)->float:
+    "The first multiplier of gradients beside a mean."
+    def events_of(sigma):
+        return head_events(replace(spec, noise=spec.noise.rescaled(sigma)), records)
+    alone = calibrate_noise_multiplier(spec.noise, spec.plan(records), delta=spec.delta,
+        target_epsilon=target_epsilon)
+    return _calibrate_events(events_of, target_epsilon, delta=spec.delta, safe=1.1*alone)
+
 def calibrated_head(
     spec:HeadSpec, # Its noise is a shape: the initial value is ignored
     records:int, # Of the training set
@@ -115,8 +137,9 @@ def calibrated_head(
     runs:Path=Path("runs"), # Folder of runs; multipliers are kept in its cache
 )->HeadSpec: # With noise for the target
     "The same head with the noise at which PLD certifies the target."
-    find = cached(first_multiplier, runs)
-    sigma = find(spec.noise, spec.plan(records), "certified", target_epsilon, spec.delta, None)
+    if spec.mean_noise: sigma = cached(_beside_mean, runs)(spec, records, target_epsilon)
+    else: sigma = cached(first_multiplier, runs)(spec.noise, spec.plan(records), "certified",
+        target_epsilon, spec.delta, None)
     return replace(spec, noise=spec.noise.rescaled(sigma), target_epsilon=target_epsilon)
 
 def head_budget(
@@ -127,7 +150,7 @@ def head_budget(
     "What standard accountants certify for every seed of a head."
     unit = dict(delta=spec.delta, privacy_unit=_UNITS.get(spec.dataset, "record"))
     if spec.noise is None: return BudgetReport(certified={}, **unit)
-    return cached(budget_report, runs)(gaussian_events(spec.noise, spec.plan(records)), **unit)
+    return cached(budget_report, runs)(head_events(spec, records), **unit)
 
 # %% ../../nbs/training/heads.ipynb #5be8cb88
 class _Rows:
@@ -155,6 +178,7 @@ class _Head:
         self.batches = PoissonBatches(self.plan, draw=draw_by_generator,
             source=GaussianNoise(generator=_generator(seed, "sampling")),
             target_steps=self.plan.steps, records=len(rows.kept))
+        self.seed, self.mean_row = seed, None # Of the private mean
         self.ledger, size = Ledger(), rows.classes*(rows.train.shape[1] + 1)
         self.flat, self.velocity, self.mean = (torch.zeros(size) for _ in range(3))
         self.bounds = self.plan.per_step(spec.bounds).tolist()
@@ -163,6 +187,7 @@ class _Head:
         size = (_BLOCK, rows.train.shape[1])
         self.packed, self.wide = (torch.empty(size, dtype=d) for d in (torch.half, torch.float))
         self.averages_from = self.plan.steps - int(spec.averaged*self.plan.steps)
+        if spec.mean_noise: self.mean_row = self.private_mean()
 
 # %% ../../nbs/training/heads.ipynb #daa6594f
 @patch
@@ -175,7 +200,22 @@ def split(self:_Head, flat:Tensor)->tuple: # (classes, size) and (classes,)
 def widened(self:_Head, at:Tensor)->Tensor: # (batch, size) float32, valid until the next call
     "Some rows, through buffers that stay in the cache."
     packed = torch.index_select(self.rows.train, 0, at, out=self.packed[:len(at)])
-    return self.wide[:len(at)].copy_(packed)
+    wide = self.wide[:len(at)].copy_(packed)
+    return wide if self.mean_row is None else wide.sub_(self.mean_row)
+
+# %% ../../nbs/training/heads.ipynb #9bf138b0
+@patch
+def private_mean(self:_Head)->Tensor: # (size,) float32
+    "The noisy mean of the rows that train, written down before its noise is drawn."
+    rows, size, sigma = self.rows, self.rows.train.shape[1], self.spec.mean_noise
+    rule, n = Flat(max_grad_norm=size**.5), len(rows.kept)
+    self.ledger.add(head_events(self.spec, len(rows.labels))[:1])
+    noise = GaussianNoise(generator=_generator(self.seed, "mean"))
+    mean = noise.fill_(torch.empty(size), sigma*rule.sensitivity/n)
+    for at in rows.kept.split(_BLOCK):
+        wide = self.widened(at)
+        mean.addmv_(wide.T, rule.scale(torch.linalg.vector_norm(wide, dim=1))/n)
+    return mean
 
 # %% ../../nbs/training/heads.ipynb #1d406ca0
 @patch
@@ -211,7 +251,7 @@ def _check_ledger(
 ):
     "The noise that was drawn must be the noise that the accountant was given."
     planned = Ledger()
-    if head.spec.noise is not None: planned.add(gaussian_events(head.spec.noise, head.plan))
+    if head.spec.noise is not None: planned.add(head_events(head.spec, len(head.rows.labels)))
     taken = head.batches.steps_taken
     if taken == head.plan.steps and head.ledger.events == planned.events: return
     raise RuntimeError(f"applied noise multipliers must equal the {head.plan.steps} accounted "
@@ -224,7 +264,8 @@ def _judged(
     "How a trained head does on the rows that judge; which of them are right, as packed bits."
     weights = head.split(head.mean if head.spec.averaged else head.flat)
     truth, classes = head.rows.truth, head.rows.classes
-    logits = torch.cat([_logits(weights, part.float())
+    taken_off = 0. if head.mean_row is None else head.mean_row
+    logits = torch.cat([_logits(weights, part.float() - taken_off)
         for part in head.rows.judged.split(_BLOCK)])
     said = logits.argmax(1)
     right = said == truth

@@ -88,6 +88,6 @@ def test_counting_tries_costs_and_index_of_runs_is_left_alone(root, recipes):
     first = recipes[0]
     tries = {str(rate): .5 for rate in range(50)}
     more = replace(first, labels=first.labels | {"tries": tries})
-    assert first.epsilon < epsilon_with_tuning(first) < epsilon_with_tuning(more)
+    assert first.epsilon < epsilon_with_tuning([first]) < epsilon_with_tuning([more])
     assert "recipes" not in (root/"results"/"index.csv").read_text(encoding="utf-8")
     assert all(points.seeds == 5 for *_, points in worth(recipes))

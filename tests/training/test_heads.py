@@ -14,7 +14,8 @@ from dp_companion.budgets.schedules import Constant, LinearDecay, StepDecay
 from dp_companion.training import features as features_module
 from dp_companion.training.features import EXTRACTORS, Features, load_features
 from dp_companion.training.heads import (
-    HeadSpec, _add_clipped, _Head, _Rows, calibrated_head, head_budget, head_record, train_heads)
+    HeadSpec, _add_clipped, _check_ledger, _Head, _judged, _Rows, calibrated_head, head_budget,
+    head_events, head_record, train_heads)
 from dp_companion.training.run import stream_seed
 
 
@@ -127,6 +128,67 @@ def test_averaged_weights_are_the_mean_of_the_last_steps(spec, features):
             head.step(batch)
             seen.append(head.flat.clone())
     torch.testing.assert_close(head.mean, torch.stack(seen[-4:]).mean(0))
+
+
+def test_a_row_moves_the_mean_by_its_sensitivity(spec, features):
+    "However long the row: the noise is for √d over n."
+    centred, seen = replace(spec, mean_noise=4.), []
+    for length in (0, 1, 1e4):
+        train = features.train.copy()
+        train[7] = length*np.array([3, 0, 4, 0, 0])/5
+        rows = _Rows(centred, replace(features, train=train))
+        seen.append(_Head(centred, rows, seed=0).mean_row)
+    moved = [60*torch.linalg.vector_norm(mean - seen[0]).item() for mean in seen[1:]]
+    np.testing.assert_allclose(moved, [1, 5**.5], rtol=1e-4)
+
+
+def test_the_mean_has_its_noise_and_every_seed_its_own(spec, features):
+    noisy = replace(spec, mean_noise=30.)
+    rows = _Rows(noisy, features)
+    means = torch.stack([_Head(noisy, rows, seed).mean_row for seed in range(400)])
+    lengths = np.linalg.norm(features.train.astype(float), axis=1)
+    scales = np.minimum(1, 5**.5/lengths)
+    wanted = (features.train*scales[:, None]).mean(0)
+    std = 30*5**.5/60
+    np.testing.assert_allclose(means.mean(0), wanted, atol=5*std/400**.5)
+    np.testing.assert_allclose(means.std(), (std**2 + wanted.var())**.5, rtol=.05)
+
+
+def test_a_centred_head_is_a_head_on_centred_rows(spec, features):
+    centred = replace(spec, mean_noise=4.)
+    head = _Head(centred, _Rows(centred, features), seed=3)
+    rows = _Rows(spec, replace(features, train=(features.train - head.mean_row.numpy()),
+        test=features.test - head.mean_row.numpy()))
+    plain = _Head(spec, rows, seed=3)
+    plain.packed = plain.wide.clone()
+    for one in (head, plain):
+        for _ in range(spec.epochs):
+            for batch in one.batches: one.step(batch)
+    torch.testing.assert_close(head.flat, plain.flat, atol=1e-5, rtol=1e-4)
+    assert _judged(head)["right"] == _judged(plain)["right"]
+
+
+def test_the_mean_is_part_of_the_budget(tmp_path, spec, features):
+    centred = calibrated_head(replace(spec, delta=1e-3, mean_noise=4.), 60, 2., tmp_path)
+    assert .98*2 <= head_budget(centred, 60, tmp_path).epsilon <= 2
+    without = replace(centred, mean_noise=0.)
+    assert head_budget(without, 60, tmp_path).epsilon < .99*2
+    mean, *gradients = head_events(centred, 60)
+    assert (mean.query, mean.noise_multiplier, mean.sample_rate, mean.steps) == ("mean", 4., 1., 1)
+    assert tuple(gradients) == gaussian_events(centred.noise, centred.plan(60))
+    head = _Head(centred, _Rows(centred, features), seed=0)
+    assert head.ledger.events == [mean]
+    for _ in range(spec.epochs):
+        for batch in head.batches: head.step(batch)
+    _check_ledger(head)
+    head.ledger._runs.pop(0)
+    with pytest.raises(RuntimeError, match="certifies nothing"): _check_ledger(head)
+
+
+def test_a_mean_needs_noise_beside_it(spec):
+    with pytest.raises(ValueError, match="mean_noise must be 0, or > 0 beside noise"):
+        replace(spec, noise=None, mean_noise=3.)
+    with pytest.raises(ValueError, match="mean_noise"): replace(spec, mean_noise=-1.)
 
 
 def test_more_seeds_leave_the_first_as_they_are(tmp_path, spec, features):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
 from tqdm import tqdm
-from ...budgets.certified import budget_report
-from ...budgets.events import gaussian_events
+from ...budgets.events import MechanismEvent
+from ...budgets.rdp import ORDERS, rdp_of_events, rdp_to_epsilon
 from ...budgets.schedules import Constant
-from ...budgets.several import tuned as tuned_report
+from ...budgets.several import _tuned_rdp
 from dp_companion.papers.decay_at_equal_epsilon.arms import (
     _SHAPES, SETTINGS, _rates, arm_record)
 from ...files import found_above
-from ..results import read_records
+
 from ...training.features import load_features
 from ...training.heads import HeadRecord, HeadSpec, read_head
 from ...training.paired import seeds_and_images
@@ -27,7 +27,9 @@ from ...training.spec import require, require_known
 _SIZES = {"mnist": (8192, 40), "cifar10": (8192, 40), "cifar10_scattering": (8192, 40),
     "ham10000": (2048, 80), "digits": (256, 30)} # Expected batch, epochs
 CHANGES = ("nothing", "batches of an eighth", "a quarter of the epochs", "no momentum",
-    "no averaging", "noise that falls in steps") # What differs from the recipe
+    "no averaging", "noise that falls in steps", "the mean taken off",
+    "the mean taken off, no averaging") # What differs from the recipe
+_MEAN_NOISE = 20. # sigma_m of a mean that is taken off
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #ec0db79b
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ class Recipe:
         require_known("change", self.change, CHANGES)
     @property
     def file(self)->str: # Below the folder of recipes
-        return f"{self.setting}/{self.change.replace(' ', '-')}_epsilon-{self.epsilon:g}.json"
+        words = self.change.replace(",", "").replace(" ", "-")
+        return f"{self.setting}/{words}_epsilon-{self.epsilon:g}.json"
     @property
     def momentum(self)->float: # Of SGD
         return 0. if self.change == "no momentum" else .9
@@ -59,7 +62,8 @@ class Recipe:
         return HeadSpec(dataset=s.dataset, extractor=s.extractor, epochs=epochs,
             noise=_SHAPES[noise](epochs), bounds=Constant(initial=s.max_grad_norm),
             expected_batch_size=batch, learning_rate=self.rates[0], momentum=self.momentum,
-            averaged=0. if self.change == "no averaging" else .5, delta=s.delta)
+            averaged=0. if "no averaging" in self.change else .5, delta=s.delta,
+            mean_noise=_MEAN_NOISE*("the mean taken off" in self.change))
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #980a3276
 RECIPES = "results/recipes" # Folder of the committed records
@@ -104,51 +108,32 @@ def worth(
         return seeds_and_images(a.right[:seeds], b.right[:seeds])
     return [(*place(b), b.labels["change"], paired(a, b)) for a, b in pairs]
 
-def best_of(
+def recipes_at(
     records:list, # Of recipes
     setting:str, # A key of `SETTINGS`
     epsilon:float, # Certified target (nats)
-)->HeadRecord:
-    "The whole recipe for a setting and an epsilon; where there is none, what there is."
-    whole = {(r.labels["setting"], r.labels["epsilon"]): r for r in records
-        if r.labels["change"] == "nothing"}
-    known = ", ".join(f"{name} at {e:g}" for name, e in whole)
-    require((setting, epsilon) in whole, "data and epsilon", f"one of {known}",
+)->list: # HeadRecords
+    "All that was tried for a setting and an epsilon; where there is nothing, what there is."
+    of = {}
+    for r in records: of.setdefault((r.labels["setting"], r.labels["epsilon"]), []).append(r)
+    known = ", ".join(f"{name} at {e:g}" for name, e in of)
+    require((setting, epsilon) in of, "data and epsilon", f"one of {known}",
         f"{setting} at {epsilon:g}")
-    return whole[setting, epsilon]
+    return of[setting, epsilon]
+
+def best_of(
+    tried:list, # Of recipes, from `recipes_at`
+)->HeadRecord:
+    "The recipe that did best on held-out training records; no test image chooses."
+    return max(tried, key=lambda r: max(r.labels["tries"].values()))
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #4deec563
 def epsilon_with_tuning(
-    record:HeadRecord, # Of a recipe
+    tried:list, # Of recipes, from `recipes_at`
 )->float: # epsilon (nats) by Renyi DP
-    "Certified epsilon, had the number of tried rates been drawn from a geometric law."
-    setting, said = SETTINGS[record.labels["setting"]], record.spec
-    recipe = Recipe(**{n: record.labels[n] for n in ("setting", "change", "epsilon")})
-    noise = recipe.spec.noise.rescaled(said["noise"]["initial"])
-    events = gaussian_events(noise, recipe.spec.plan(setting.records))
-    report = budget_report(events, delta=said["delta"])
-    return tuned_report(report, tries=len(record.labels["tries"])).epsilon
-
-# %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #5d91ffd5
-def from_scratch(
-    setting:str, # A key of `SETTINGS`
-    epsilon:float, # Certified target (nats)
-    results:Path, # Folder of reference records
-)->tuple|None: # Method, accuracies; None where there is none
-    "The best method trained from scratch at the same certified epsilon, by mean accuracy."
-    wanted = dict(dataset=SETTINGS[setting].dataset, accounting="certified",
-        target_epsilon=f"{epsilon:g}")
-    groups = {}
-    for record in read_records(results, **wanted):
-        groups.setdefault((record.spec.paper, record.spec.method.name), []).append(
-            record.final["test_accuracy"])
-    if not groups: return None
-    (_, method), found = max(groups.items(), key=lambda item: np.mean(item[1]))
-    return method, np.array(found)
-
-PUBLISHED_BEST = ( # Data set, epsilon, accuracy (%), whose, what is public
-    ("mnist", 1.2, 98.1, "Tramèr & Boneh, arXiv 2011.11660", "none (scattering)"),
-    ("mnist", 3., 98.7, "Tramèr & Boneh, arXiv 2011.11660", "none (scattering)"),
-    ("cifar10", 3., 69.3, "Tramèr & Boneh, arXiv 2011.11660", "none (scattering)"),
-    ("cifar10", 8., 81.4, "De et al., arXiv 2204.13650", "none (from scratch)"),
-    ("cifar10", 2., 92.7, "Tramèr & Boneh, arXiv 2011.11660", "unlabelled ImageNet"))
+    "Certified epsilon, had the number of tries been drawn from a geometric law."
+    tries = sum(len(r.labels["tries"]) for r in tried)
+    budgets = [tuple(MechanismEvent(**e) for e in r.budget["events"]) for r in tried]
+    rdp = np.maximum.reduce([rdp_of_events(events) for events in budgets])
+    best = _tuned_rdp(rdp, ORDERS, tries, "geometric")
+    return rdp_to_epsilon(best, delta=tried[0].spec["delta"]).epsilon

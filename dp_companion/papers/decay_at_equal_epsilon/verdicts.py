@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #7cef2d85
 from dataclasses import dataclass, replace
 from ..tables import made_with
-from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, Difference, Verdict
+from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, Verdict
 from ...training.heads import HeadRecord
 from ...training.paired import Paired, counted, holm, listed, seeds_and_images
 
@@ -127,29 +127,6 @@ def answer_sentences(
     if not of: return "No decay has been compared with constant noise yet. Run the arms first."
     return f"{_helps(of)} {_costs(of)}"
 
-# %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #d29cf9ac
-def arm_differences(
-    comparisons:list, # From `compare_arms`
-    part:str, # One of `PARTS`
-)->dict: # Data set to Differences, as `verdicts.forest` takes them
-    "The forest plot of one part."
-    panels = {}
-    for c in (c for c in comparisons if c.part == part):
-        said = c.ours.labels
-        label = f"{c.arm}, ε = {said['epsilon']:g}"
-        if (said["length"], said["momentum"]) != ("short", .9):
-            label += f", {said['length']}, momentum {said['momentum']:g}"
-        panels.setdefault(said["setting"], []).append(Difference(label=label,
-            mean=c.paired.mean, half=c.paired.half, seeds=c.paired.seeds))
-    return panels
-
-def lost_classes(
-    records:list, # HeadRecords
-)->list: # (file of the arm's labels, how many seeds), where there are any
-    "Runs that never recognise one of the classes: counted and shown, never averaged silently."
-    lost = [(r, sum(min(s["recalls"]) == 0 for s in r.seeds.values())) for r in records]
-    return [(r, count) for r, count in lost if count]
-
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #3011430d
 def at_the_edge(
     records:list, # HeadRecords
@@ -159,13 +136,6 @@ def at_the_edge(
         tried = sorted(map(float, r.labels["tries"]))
         return r.spec["learning_rate"] in (tried[0], tried[-1])
     return [r for r in records if is_edge(r)]
-
-def too_wide(
-    comparisons:list, # From `compare_arms`
-)->list: # Comparisons whose interval is wider than the page promises
-    "Where more seeds are needed: half a width above 0.3 points, 0.5 on CIFAR-10 and HAM10000."
-    def limit(c): return .5 if c.ours.labels["setting"].startswith(("cifar", "ham")) else _SMALL
-    return [c for c in comparisons if not c.paired.half <= limit(c)]
 
 def provenance_line(
     records:list, # HeadRecords that the page shows
