@@ -26,6 +26,11 @@ def torchrun(processes, out, steps, *more):
     return done.returncode, done.stdout + done.stderr
 
 
+def same_weights(some, other):
+    "Up to rounding: two runs of one job differ by an ulp where MKL finds memory aligned otherwise."
+    torch.testing.assert_close(some, other, rtol=0, atol=1e-12)
+
+
 def found(out, processes):
     return [torch.load(out/f"rank{rank}.pt", weights_only=True) for rank in range(processes)]
 
@@ -50,7 +55,8 @@ def test_processes_take_the_same_steps_and_die_together(tmp_path):
     assert "Signal 9 (SIGKILL) received" in words and "rank      : 2 (local_rank: 2)" in words
     assert torchrun(4, tmp_path/"parts", 6)[0] == 0
     for weights, sizes, steps in found(tmp_path/"parts", 4):
-        assert torch.equal(weights, four) and steps == 6 and len(sizes) == 3
+        same_weights(weights, four)
+        assert steps == 6 and len(sizes) == 3
 
 
 @pytest.mark.parametrize("when", ["before", "never"])
@@ -61,7 +67,8 @@ def test_processes_of_accelerate_take_the_steps_of_a_plain_loop(when, tmp_path):
         assert status == 0, words
     plain, accelerated = (found(tmp_path/name, 2) for name in ("plain", "accelerate"))
     for (weights, *counts), (other, *others) in zip(plain, accelerated, strict=True):
-        assert torch.equal(weights, other) and counts == others
+        same_weights(weights, other)
+        assert counts == others
 
 
 def test_a_returned_module_is_not_wrapped_again(tmp_path):
