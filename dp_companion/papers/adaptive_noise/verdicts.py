@@ -46,9 +46,8 @@ def _saves_epochs(
     saved = [epochs_saved(*pair) for pair in pairs]
     reached = [s for s in saved if s is not None]
     fewer = sum(s > 0 for s in reached)
-    why = (f"it reaches that accuracy in {len(reached)} of {counted(len(saved), 'run')}, with "
-        "fewer "
-        f"epochs in {fewer}")
+    why = (f"it reaches DP-SGD's last accuracy in {len(reached)} of {counted(len(saved), 'run')}, "
+        f"with fewer epochs in {fewer}")
     if reached: why += f" ({100*np.mean(reached):.0f} % fewer on average where it does)"
     if len(saved) < 2: return INCONCLUSIVE, why
     return HOLDS if fewer == len(saved) else INCONCLUSIVE if fewer else REFUTED, why

@@ -163,9 +163,9 @@ def arm_record(
 )->HeadRecord:
     "The record of an arm: found, or calibrated, tuned and trained now."
     path, s = Path(folder)/arm.file, SETTINGS[arm.setting]
-    spec, found = calibrated_head(arm.spec, s.records, arm.epsilon, runs), None
-    if path.exists(): found = read_head(path)
+    found = read_head(path) if path.exists() else None
     if found and len(found.seeds) >= seeds: return found
+    spec = calibrated_head(arm.spec, s.records, arm.epsilon, runs)
     if found:
         tries = found.labels["tries"]
         spec = replace(spec, learning_rate=found.spec["learning_rate"])

@@ -101,8 +101,8 @@ def arm_verdicts(
 def _helps(of)->str:
     better = [c for c in of if c.answer == HOLDS]
     head = f"Decay of the noise helps in {len(better)} of {counted(len(of), 'comparison')}"
-    if not better: head = ("No decay of the noise is more accurate than constant noise at the same "
-        f"certified ε in any of {counted(len(of), 'comparison')}")
+    if not better: head = ("No decay of the noise is significantly more accurate than "
+        f"constant noise at the same certified ε in any of {counted(len(of), 'comparison')}")
     most = max((c.paired.mean for c in better), default=0)
     gain = f", by at most {most:.2f} points" if better else ""
     limit = max(c.paired.mean + c.paired.half for c in of)
@@ -112,10 +112,13 @@ def _costs(of)->str:
     worse = [c for c in of if c.answer == REFUTED]
     if not worse: return "No decay is worse than constant noise either."
     worst = min(worse, key=lambda c: c.paired.mean)
+    slower = [c for c in worse
+        if c.ours.spec["learning_rate"] < c.theirs.spec["learning_rate"]]
     close = [c for c in of if abs(c.paired.mean) <= _SMALL]
     return (f"Decay costs accuracy in {len(worse)} of them, up to {-worst.paired.mean:.1f} points "
-        f"({worst.arm} on {worst.place}, ε = {worst.ours.labels['epsilon']:g}); "
-        f"in {len(close)} the difference is {_SMALL:g} points or less.")
+        f"({worst.arm} on {worst.place}, ε = {worst.ours.labels['epsilon']:g}), "
+        f"with a smaller learning rate chosen in {len(slower)}; in {len(close)} the difference is "
+        f"{_SMALL:g} points or less.")
 
 DECAYS = ("linear", "time", "step 0.5", "step 0.75", "step 0.9") # Noise that falls
 
@@ -128,15 +131,6 @@ def answer_sentences(
     return f"{_helps(of)} {_costs(of)}"
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #3011430d
-def at_the_edge(
-    records:list, # HeadRecords
-)->list: # Those whose learning rate is the least or the largest that was tried
-    "Arms whose best rate may lie outside of the grid."
-    def is_edge(r):
-        tried = sorted(map(float, r.labels["tries"]))
-        return r.spec["learning_rate"] in (tried[0], tried[-1])
-    return [r for r in records if is_edge(r)]
-
 def provenance_line(
     records:list, # HeadRecords that the page shows
     profile:str, # As the page was told
@@ -144,5 +138,5 @@ def provenance_line(
     "Arms, runs, commits, versions and devices of a page."
     from IPython.display import Markdown
     runs = sum(len(r.seeds) for r in records)
-    return Markdown(f"*Provenance: profile {profile}; {counted(len(records), 'arm')}, {runs:,} "
-        f"runs; {made_with(records)}.*")
+    return Markdown(f"*Provenance: page of profile {profile}; "
+        f"{counted(len(records), 'arm')}, {runs:,} runs; {made_with(records)}.*")
