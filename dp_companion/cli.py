@@ -235,23 +235,38 @@ def _asked(epsilon, delta, true_positive_rate, false_positive_rate):
         _real(name, value, below=below)
     return Target(epsilon=epsilon, delta=delta), {"target_epsilon": epsilon, "delta": delta}
 
+def _calibrated(shape, plan, target, accountant, asked)->dict:
+    "The multiplier, who computed it, and what it takes for granted."
+    from dp_companion.budgets import certified
+    with _waiting(f"calibrating by {accountant.value}"):
+        sigma = certified.calibrate(shape, plan, target=target, accountant=accountant.name)
+    # RDP answers below the smallest delta
+    rounding = accountant.value == "pld" and (target.delta or 1) < certified.SMALLEST_DELTA
+    answer = {"noise_multiplier": sigma, "accountant": "rdp" if rounding else accountant.value}
+    assumed = accountant.value == "tcdp" and _assumed(shape.rescaled(sigma), plan, target.delta)
+    return {**answer, **asked, **({"assumed, not met": assumed} if assumed else {})}
+
+EpsilonFlag = Annotated[float | None, typer.Option(help="epsilon to stay under.")]
+TrueFlag = Annotated[float | None, typer.Option(
+    help="In place of an epsilon: the largest true-positive rate of any attack.")]
+FalseFlag = Annotated[float, typer.Option(help="Where the attack may have that rate.")]
+AccountantFlag = Annotated[AccountantName, typer.Option(
+    help="Who computes epsilon; as-printed gives the paper's own multipliers.")]
+
 # %% ../nbs/cli.ipynb #d10b4e06
 @app.command()
 def calibrate(
     epochs:EpochsFlag,
     batch_size:BatchFlag,
     dataset_size:SizeFlag,
-    target_epsilon:Annotated[float | None, typer.Option(help="epsilon to stay under.")]=None,
-    true_positive_rate:Annotated[float | None, typer.Option(
-        help="In place of an epsilon: the largest true-positive rate of any attack.")]=None,
-    false_positive_rate:Annotated[float, typer.Option(
-        help="Where the attack may have that rate.")]=.01,
+    target_epsilon:EpsilonFlag=None,
+    true_positive_rate:TrueFlag=None,
+    false_positive_rate:FalseFlag=.01,
     decay:DecayFlag="none",
     decay_rate:RateFlag=None,
     drop_every:DropFlag=None,
     delta:DeltaFlag=1e-5,
-    accountant:Annotated[AccountantName, typer.Option(
-        help="Who computes epsilon; as-printed gives the paper's own multipliers.")]="pld",
+    accountant:AccountantFlag="pld",
     as_json:JsonFlag=False,
 ):
     """Initial noise multiplier for a target ε, or for a risk.
@@ -265,18 +280,12 @@ def calibrate(
     dp-companion calibrate --target-epsilon 1 --epochs 100 --batch-size 64 \\
       --dataset-size 60000
     """
-    from dp_companion.budgets import certified
     shape, plan = _shape(decay, 1., decay_rate, drop_every, epochs, batch_size, dataset_size)
     target, asked = _asked(target_epsilon, delta, true_positive_rate, false_positive_rate)
-    with _waiting(f"calibrating by {accountant.value}"):
-        sigma = certified.calibrate(shape, plan, target=target, accountant=accountant.name)
-    # RDP answers below the smallest delta
-    rounding = accountant.value == "pld" and (target.delta or 1) < certified.SMALLEST_DELTA
-    by = "rdp" if rounding else accountant.value
-    answer = {"noise_multiplier": sigma, "accountant": by, **asked}
-    assumed = _assumed(shape.rescaled(sigma), plan, delta) if accountant.value == "tcdp" else []
-    if not as_json: answer["noise_multiplier"] = _rounded_up(sigma) # less noise would overshoot
-    _say({**answer, **({"assumed, not met": assumed} if assumed else {})}, as_json)
+    answer = _calibrated(shape, plan, target, accountant, asked)
+    if not as_json: # Less noise would overshoot
+        answer["noise_multiplier"] = _rounded_up(answer["noise_multiplier"])
+    _say(answer, as_json)
 
 # %% ../nbs/cli.ipynb #6b95598e
 @contextmanager

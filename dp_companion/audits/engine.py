@@ -280,8 +280,9 @@ class StepFinding(Finding):
         rest = ("; clipping and batches were not attacked: give audit your loop, as "
             "loop=one_pass." if self.nonprivate_loop is None else f". {self.nonprivate_loop}")
         return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the "
-            f"noise of the loop's own step: {self.steps} steps on empty batches, {self.parameters} "
-            f"parameters, {self.noise:.3g} of the accounted noise in the one with least, "
+            f"noise of the loop's own step: {self.steps} steps on empty batches; of "
+            f"{self.parameters} parameters the least noisy has {self.noise:.3g} times the "
+            "accounted noise, "
             f"{'new in every step' if self.is_new else 'the same in two steps'}{rest}")
 
 def _least_noise(found:list, alpha:float)->float: # In [0, 1]

@@ -23,15 +23,6 @@ def laplace_scale(
     "Scale of Laplace noise for pure differential privacy (Dwork et al. 2006)."
     return _real("sensitivity", sensitivity)/_real("target_epsilon", target_epsilon)
 
-def _laplace_delta(
-    scale:float, # b
-    *,
-    sensitivity:float, # Delta_1
-    epsilon:float, # At which epsilon; >= 0
-)->float:
-    "Delta at an epsilon of one Laplace answer, exact."
-    excess = epsilon - _real("sensitivity", sensitivity)/_real("scale", scale)
-    return max(0.0, -math.expm1(excess/2))
 
 # %% ../../nbs/budgets/outputs.ipynb #67657007
 def gaussian_delta(

@@ -71,11 +71,6 @@ class Stages(Schedule):
         "Length of each stage."
         return _stage_lengths(self.length, stages=self.stages, length_ratio=self.length_ratio)
 
-    @property
-    def stage_values(self)->np.ndarray: # (stages,)
-        "Value in each stage."
-        return self.initial*float(self.value_ratio)**-np.arange(self.stages)
-
     def factor(self,
         index, # Of an epoch or step, from 0
     ):
@@ -131,27 +126,6 @@ def sad_claim(
     condition = Precondition("releases composed >= releases made", composed, steps,
                              composed >= steps)
     return RenyiClaim(epsilon=found.epsilon, order=found.order, preconditions=(condition,))
-
-# %% ../../nbs/budgets/stages.ipynb #765ec002
-@dataclass(frozen=True, kw_only=True)
-class _ScheduleShape:
-    "Summary of a schedule of multipliers as in paper sad (Section V-A)."
-    mean: float # Over all steps
-    variance: float # Over all steps
-    initial: float # At the first step
-    first_length: int # Number of steps with the initial value
-
-def _schedule_shape(
-    schedule:Schedule, # Noise multipliers
-    plan:PoissonPlan, # How many steps
-)->_ScheduleShape:
-    "Mean, variance and initial value of the multipliers over all steps, and the first length."
-    sigma = plan.per_step(schedule)
-    # differences from the first value: a constant has variance 0 to the last digit
-    rise = sigma - sigma[0]
-    first = int(np.argmin(rise == 0)) or len(sigma)
-    return _ScheduleShape(mean=float(sigma[0] + rise.mean()), variance=float(rise.var()),
-                          initial=float(sigma[0]), first_length=first)
 
 # %% ../../nbs/budgets/stages.ipynb #71f52d13
 def sad_methods(

@@ -26,11 +26,6 @@ class TCDP:
             value = getattr(self, name)
             if not value >= 0: raise ValueError(f"{name} must be >= 0, got {name}={value}")
 
-    @property
-    def is_vacuous(self)->bool: # True where no order is bounded
-        "Whether this bounds nothing."
-        return self.omega <= 1
-
     def repeated(self,
         steps:int, # How many times; >= 0
     )->"TCDP":

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student_t
 from ..figures import PALETTE, svg_sheet
 from .tables import epsilon_text, metric_of, runs_at, short_name
-from ..training.paired import compared, same_seeds
+from ..training.paired import above_one_of, compared, same_seeds
 
 # %% ../../nbs/papers/verdicts.ipynb #fa2b6ba3
 HOLDS, REFUTED, INCONCLUSIVE = "holds", "refuted", "inconclusive"
@@ -164,17 +164,18 @@ def difference_table(
         | {name: said.get((label, name), "not run") for name in panels} for label in labels])
 
 # %% ../../nbs/papers/verdicts.ipynb #b1c89d81
-_SIDES = {"above": HOLDS, "below": REFUTED} # all else is inconclusive
-
 def above_at_all(
     cells:dict, # Target to (ours, theirs): RunRecords each
     value, # RunRecord -> float
 )->tuple: # (answer, why)
-    "Judge whether one method is above another at every target, seed by seed."
+    "Judge whether one method is above another at every target; below one is corrected for all."
     found = {t: d for t, (ours, theirs) in cells.items()
         if (d := paired_difference(f"ε = {t:g}", ours, theirs, value))}
     if not found: return INCONCLUSIVE, "not run"
-    answers = [_SIDES.get(compared(*cells[t], value)[0], INCONCLUSIVE) for t in found]
+    def side(ours, theirs):
+        if above_one_of(theirs, ours, value, len(found))[0] == "above": return REFUTED
+        return HOLDS if compared(ours, theirs, value)[0] == "above" else INCONCLUSIVE
+    answers = [side(*cells[t]) for t in found]
     why = "; ".join(f"{_interval_text(d)} points at {d.label}" for d in found.values())
     return answer_together(answers), why
 

@@ -13,8 +13,9 @@ from ..papers.adaptive_noise.verdicts import judge_adaptive
 from ..papers.global_adapt_v2.grid import of_profile, profile_named
 from ..papers.global_adapt_v2.verdicts import PLAIN, STEP
 from ..papers.results import reference_of
-from ..papers.sad.grid import sad_profile
+from ..papers.sad.grid import SAD_METHODS, sad_profile
 from ..papers.sad.verdicts import judge_sad
+from ..papers.sanitization.grid import layer_profile
 from ..papers.sanitization.verdicts import judge_layers
 from ..papers.tables import epsilon_text, metric_of
 from ..papers.verdicts import (
@@ -42,7 +43,7 @@ class _Line:
     @property
     def reason(self)->str: # A few words
         "Why."
-        if math.isnan(self.claimed): return "the paper gives no formula"
+        if math.isnan(self.claimed): return "no formula for this rule"
         if self.answer == REFUTED: return f"an attack reached {epsilon_text(self.attacked)}"
         if self.answer == HOLDS: return f"{epsilon_text(self.certified)} is certified"
         return "neither certified nor attacked"
@@ -76,7 +77,7 @@ def _global_adapt_v2():
                       target_epsilon=1.)
     return _Line(paper="global_adapt_v2", ran="step decay, ε = 1, MNIST", accuracy=verdict,
                  page="papers/global_adapt_v2/experiments/utility.ipynb",
-                 privacy="budgets/claims.ipynb", **found)
+                 privacy="papers/global_adapt_v2/experiments/utility.ipynb", **found)
 
 def _sad():
     "Stages on HAM10000."
@@ -85,8 +86,8 @@ def _sad():
     verdict = judge_sad(runs, size, (3., 8., 16.), "HAM10000")[0]
     return _Line(paper="sad", ran="stages, HAM10000 features, per image", accuracy=verdict,
                  page="papers/sad/experiments/skin_lesions.ipynb",
-                 privacy="papers/audited_claims.ipynb",
-                 **_epsilons(runs, "SAD-DPSGD", target_epsilon=3.))
+                 privacy="papers/sad/experiments/skin_lesions.ipynb",
+                 **_epsilons(runs, "SAD-DPSGD", **SAD_METHODS["SAD-DPSGD"], target_epsilon=3.))
 
 # %% ../../nbs/site/scorecard.ipynb #5c00000c
 def _adaptive_noise():
@@ -101,13 +102,13 @@ def _adaptive_noise():
 
 def _sanitization():
     "Noise at one layer on MNIST."
-    runs = _on("sanitization", "mnist")
+    runs, size = _on("sanitization", "mnist"), layer_profile("laptop")
     verdict = next(v for v in judge_layers(runs, "MNIST", 8.) if v.claim.startswith("Frozen is"))
     return _Line(paper="sanitization", ran="noise at one layer, MNIST, a short training",
-                 accuracy=replace(verdict, claim="its certified version Frozen beats DP-SGD"),
+                 accuracy=replace(verdict, claim="Frozen, our certified variant, beats DP-SGD"),
                  page="papers/sanitization/experiments/tables.ipynb",
-                 privacy="papers/sanitization/experiments/below.ipynb",
-                 **_epsilons(runs, "Sanitization"))
+                 privacy="papers/sanitization/experiments/tables.ipynb",
+                 **_epsilons(runs, "Sanitization", layer_width=size.width, layer_clip=size.clip))
 
 # %% ../../nbs/site/scorecard.ipynb #5c00000d
 def scorecard()->list: # One line for each paper, in the order of the site

@@ -70,11 +70,14 @@ def _scattering(
     side:int, # Of the image, in pixels
     scales:int, # J
     groups:int, # Of the normalisation
+    standardised:bool=False, # Colours, by the public constants
 ): # Pixels (batch, channels, side, side) -> features (batch, size)
     "Scattering maps, normalised by image."
     with _renamed_harmonics(): kymatio = _extra("kymatio.torch")
     transform = kymatio.Scattering2D(J=scales, shape=(side, side), L=8)
+    mean, std = (torch.tensor(c)[:, None, None] for c in (RGB_MEAN, RGB_STD))
     def features(pixels):
+        if standardised: pixels = (pixels - mean)/std
         maps = transform(pixels.contiguous()).flatten(1, 2) # channels x wavelets
         return group_norm(maps, groups).flatten(1)
     return features
@@ -149,6 +152,8 @@ def _lite_at(name, side):
 EXTRACTORS = {e.name: e for e in (
     Extractor(name="scattering", settings=(("scales", 2), ("groups", 27)), packages=("kymatio",),
         public=_FORMULA),
+    Extractor(name="colour_scattering", settings=(("scales", 2), ("groups", 27),
+        ("standardised", True)), packages=("kymatio",), public=_FORMULA),
     Extractor(name="small_scattering", settings=(("scales", 1), ("groups", 3)),
         packages=("kymatio",), public=_FORMULA),
     _lite_at("efficientnet_lite0", 96), _lite_at("efficientnet_lite0_160", 160))}

@@ -51,10 +51,11 @@ class Profile:
 def named_profile(
     profiles:dict, # Of a paper: name to data set to sizes
     name:str, # A key of `profiles`
-    stands_for:str, # The paper's name of the data set
+    stands_for:str|None=None, # The paper's name of the data set; None: the first one
 )->Profile: # The sizes
     "The named profile for one of a paper's data sets."
     require(name in profiles, "profile", f"one of {', '.join(profiles)}", name)
+    stands_for = stands_for or next(iter(profiles[name]))
     known = f"one of {', '.join(profiles[name])} in profile {name}"
     require(stands_for in profiles[name], "stands_for", known, stands_for)
     return profiles[name][stands_for]

@@ -206,14 +206,6 @@ def held_out(
     parts = train_test_split(names, test_size=_SHARE, stratify=classes, random_state=_SEED)
     return np.isin(drawn, parts[1])
 
-# %% ../../nbs/training/ham10000.ipynb #c24baeba
-def _nonprivate_leak(
-    units:np.ndarray, # (n,) lesion of each image
-    test:np.ndarray, # (n,) True where an image is in the test set
-)->np.ndarray: # (n,) True where a test image shows a lesion of a training image
-    "Test images whose lesion is also trained on; exact."
-    return test & np.isin(units, units[~test])
-
 # %% ../../nbs/training/ham10000.ipynb #798d09fc
 def split_ham10000(
     content:dict, # What the reader gave

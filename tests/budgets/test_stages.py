@@ -1,5 +1,6 @@
 "Stages: whole lengths, and what trains is what was certified."
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from dp_companion.budgets.certified import calibrate, certify
 from dp_companion.budgets.events import gaussian_events, per_step_multipliers
 from dp_companion.budgets.schedules import PoissonPlan
 from dp_companion.budgets.stages import (Stages, calibrated, exact_stage_lengths, sad_methods,
-                                         _schedule_shape, _stage_lengths)
+                                         _stage_lengths)
 
 properties = settings(derandomize=True, max_examples=60, deadline=None)
 HAM = PoissonPlan(dataset_size=8012, expected_batch_size=128, epochs=50)
@@ -71,8 +72,10 @@ def test_stages_refuse_another_run():
 
 def test_tendencies_of_figures_3_to_5():
     def shape(**rest):
-        return _schedule_shape(calibrated(Stages.of_plan(HAM, initial=1, **rest), HAM,
-                                         target_epsilon=3, delta=1e-3), HAM)
+        sigma = HAM.per_step(calibrated(Stages.of_plan(HAM, initial=1, **rest), HAM,
+                                        target_epsilon=3, delta=1e-3))
+        return SimpleNamespace(mean=sigma.mean(), variance=sigma.var(), initial=sigma[0],
+                               first_length=(sigma == sigma[0]).sum())
     low, high = (shape(value_ratio=beta) for beta in (0.6, 0.8))
     assert low.mean > high.mean and low.variance > high.variance and low.initial < high.initial
     short, equal = (shape(value_ratio=0.8, length_ratio=gamma) for gamma in (0.3, 0.9))

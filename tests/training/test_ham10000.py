@@ -14,7 +14,7 @@ from PIL import Image
 from dp_companion.training.datasets import data_root, load_dataset, _load_ham10000, where
 from dp_companion.papers.sad.grid import sad_profile, sad_values
 from dp_companion.training.ham10000 import (
-    CLASSES, _COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out, _nonprivate_leak,
+    CLASSES, _COLUMNS, PUBLISHED_COUNTS, ham10000_reader, held_out,
     _read_metadata, split_ham10000
 )
 from dp_companion.training.image_folders import cache_root, decoded
@@ -238,7 +238,7 @@ def test_split_by_lesion(seed):
     units = np.repeat(np.arange(400), draw.integers(1, 7, 400))
     labels = of_lesion[units]
     test = held_out(labels, units)
-    assert not set(units[test]) & set(units[~test]) and not _nonprivate_leak(units, test).any()
+    assert not set(units[test]) & set(units[~test])
     assert len(set(units[test])) == 80
     for k in range(7):
         assert abs(len(set(units[test & (labels == k)])) - (of_lesion == k).sum()/5) < 1
@@ -248,13 +248,6 @@ def test_split_by_lesion(seed):
     assert by_image.sum() == np.ceil(len(units)/5)
     for k in range(7):
         assert abs((by_image & (labels == k)).sum() - (labels == k).sum()/5) < 1
-
-
-def test_leak_by_enumeration():
-    units, test = np.array([0, 0, 1, 2, 2, 2, 3, 3]), np.array([1, 0, 1, 1, 1, 0, 1, 1], dtype=bool)
-    assert _nonprivate_leak(units, test).tolist() == [
-        True, False, False, True, True, False, False, False
-    ]
 
 
 def test_too_few_lesions_is_a_sentence(tmp_path):
@@ -331,7 +324,6 @@ def test_real_table():
         test = held_out(table["labels"], table["units"], by=by)
         trained = {row["lesion_id"] for row, out in zip(rows, test) if not out}
         leaks = sum(row["lesion_id"] in trained for row, out in zip(rows, test) if out)
-        assert leaks == _nonprivate_leak(table["units"], test).sum()
         assert (leaks == 0) == (by == "lesion")
         print(f"by {by}: {leaks} of {test.sum()} test images")
 

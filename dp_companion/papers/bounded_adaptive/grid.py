@@ -6,6 +6,7 @@
 __all__ = ['BOUNDED_METHODS', 'bounded_profile', 'bounded_values']
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #7c9e1eb3
+from functools import partial
 from ...training.grid import Profile, Tables, named_profile, values_of
 
 # %% ../../../nbs/papers/bounded_adaptive/grid.ipynb #13908c16
@@ -22,12 +23,7 @@ BOUNDED_METHODS = {
                              least_max_grad_norm=.5),
 } # constant clipping; Andrew et al. 2021; the paper's
 
-def bounded_profile(
-    name:str, # A key of `BOUNDED_PROFILES`
-    stands_for:str="Skewed MNIST", # The paper's name of the data set
-)->Profile: # The sizes
-    "The named profile of paper bounded_adaptive."
-    return named_profile(BOUNDED_PROFILES, name, stands_for)
+bounded_profile = partial(named_profile, BOUNDED_PROFILES)
 
 def bounded_values(
     profile:Profile, # Sizes

@@ -37,7 +37,7 @@ SETTINGS = {
     "mnist": Setting(dataset="mnist", extractor="scattering", records=60000,
         expected_batch_size=4096, max_grad_norm=.1),
     "cifar10": Setting(**_CIFAR, extractor="efficientnet_lite0", max_grad_norm=1.),
-    "cifar10_scattering": Setting(**_CIFAR, extractor="scattering", max_grad_norm=.1),
+    "cifar10_scattering": Setting(**_CIFAR, extractor="colour_scattering", max_grad_norm=.1),
     "ham10000": Setting(dataset="ham10000_lesions_160", extractor="efficientnet_lite0_160",
         records=5976, expected_batch_size=1024, max_grad_norm=1., delta=1e-3, epochs=(20, 50)),
     "digits": Setting(dataset="digits", extractor="small_scattering", records=1437,
@@ -139,11 +139,7 @@ def read_arms(
     "Every record of the comparison."
     return [read_head(path) for path in sorted(Path(folder).glob("*/*.json"))]
 
-def arms_index(
-    records:list, # HeadRecords
-)->str: # CSV
-    "The table of records."
-    return csv_text(map(_row, records), _COLUMNS)
+def arms_index(records)->str: return csv_text(map(_row, records), _COLUMNS)
 
 def write_arms_index(folder:Path):
     "Write `folder`/index.csv from the records themselves."
@@ -151,6 +147,21 @@ def write_arms_index(folder:Path):
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #08594ca8
 FOLDER = "results/decay_at_equal_epsilon" # Of the committed records
+
+def _found_or_trained(
+    path, # Of the record
+    calibrated, # () -> HeadSpec, asked only before training
+    rates, features, *, labels, runs, seeds, threads=1):
+    "The record of a head: found, or tuned and trained now."
+    found = read_head(path) if path.exists() else None
+    if found and len(found.seeds) >= seeds: return found
+    spec = calibrated()
+    if found:
+        tries = found.labels["tries"]
+        spec = replace(spec, learning_rate=found.spec["learning_rate"])
+    else: spec, tries = tuned(spec, rates, features, threads=threads)
+    return head_record(spec, range(seeds), features, runs, path=path, threads=threads,
+        labels={**labels, "tries": tries})
 
 def arm_record(
     arm:Arm, # The cell
@@ -162,16 +173,10 @@ def arm_record(
     threads:int=1, # Seeds at once
 )->HeadRecord:
     "The record of an arm: found, or calibrated, tuned and trained now."
-    path, s = Path(folder)/arm.file, SETTINGS[arm.setting]
-    found = read_head(path) if path.exists() else None
-    if found and len(found.seeds) >= seeds: return found
-    spec = calibrated_head(arm.spec, s.records, arm.epsilon, runs)
-    if found:
-        tries = found.labels["tries"]
-        spec = replace(spec, learning_rate=found.spec["learning_rate"])
-    else: spec, tries = tuned(spec, arm.rates, features, threads=threads)
-    return head_record(spec, range(seeds), features, runs, path=path, threads=threads,
-        labels={**vars(arm), "tries": tries})
+    def calibrated():
+        return calibrated_head(arm.spec, SETTINGS[arm.setting].records, arm.epsilon, runs)
+    return _found_or_trained(Path(folder)/arm.file, calibrated, arm.rates, features,
+        labels=vars(arm), runs=runs, seeds=seeds, threads=threads)
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #91948dcb
 def run_arms(

@@ -40,11 +40,6 @@ class Comparison:
         words = {"noise alone": noise, "bound alone": bound}
         return words.get(self.part, f"{noise}, {bound}")
     @property
-    def place(self)->str:
-        "Where the comparison is made."
-        said = self.ours.labels
-        return f"{said['setting']}, {said['length']}, momentum {said['momentum']:g}"
-    @property
     def answer(self)->str: # `HOLDS`, `REFUTED` or `INCONCLUSIVE`
         "Whether the change helps."
         if self.adjusted >= _LEVEL: return INCONCLUSIVE
@@ -114,11 +109,12 @@ def _costs(of)->str:
     worst = min(worse, key=lambda c: c.paired.mean)
     slower = [c for c in worse
         if c.ours.spec["learning_rate"] < c.theirs.spec["learning_rate"]]
-    close = [c for c in of if abs(c.paired.mean) <= _SMALL]
+    close = [c for c in of if c.answer != REFUTED and abs(c.paired.mean) <= _SMALL]
+    said = worst.ours.labels
     return (f"Decay costs accuracy in {len(worse)} of them, up to {-worst.paired.mean:.1f} points "
-        f"({worst.arm} on {worst.place}, ε = {worst.ours.labels['epsilon']:g}), "
-        f"with a smaller learning rate chosen in {len(slower)}; in {len(close)} the difference is "
-        f"{_SMALL:g} points or less.")
+        f"({worst.arm} on {said['setting']} at ε = {said['epsilon']:g}), with a smaller learning "
+        f"rate chosen in {len(slower)}; of the others {len(close)} differ by {_SMALL:g} points or "
+        f"less, and {len(of) - len(worse) - len(close)} are not decided.")
 
 DECAYS = ("linear", "time", "step 0.5", "step 0.75", "step 0.9") # Noise that falls
 

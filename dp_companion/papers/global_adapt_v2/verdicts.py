@@ -57,7 +57,7 @@ def set_aside(
     reasons = {}
     for name, pool in pools.items():
         if reason := outside_regime(pool): reasons.setdefault(reason, []).append(name)
-    return " ".join(f"Not judged but for ε: {'; '.join(names)} ({reason})."
+    return " ".join(f"Judged for ε alone: {'; '.join(names)} ({reason})."
         for reason, names in reasons.items())
 
 def noise_title(
@@ -122,17 +122,15 @@ def above(
     return judge
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #19220972
-def _beside_dp_sgd(pool, chosen):
-    "Each chosen method's runs beside DP-SGD's, at each ε."
+def _tally(pool, chosen):
+    "Each chosen method's runs beside DP-SGD's at each ε; how many are above and below."
     targets = sorted({t for r in pool if (t := r.spec.target_epsilon) is not None})
     cells = {(m, t): runs_at(pool, m, t) for t in targets for m in ("DP-SGD", *chosen)}
-    return [(cells[m, t], cells["DP-SGD", t], _accuracy) for t in targets for m in chosen
+    pairs = [(cells[m, t], cells["DP-SGD", t], _accuracy) for t in targets for m in chosen
         if cells[m, t] and cells["DP-SGD", t]]
-
-def _tally(pairs):
     found = Counter(compared(*pair)[0] for pair in pairs)
-    return (found, f"above in {found['above']} of {counted(len(pairs), 'comparison')}, below in "
-        f"{found['below']}")
+    text = f"above in {found['above']} of {counted(len(pairs), 'comparison')}, below in "
+    return pairs, found, f"{text}{found['below']}" if pairs else "not run"
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #ed85854b
 def _no_better(
@@ -140,9 +138,8 @@ def _no_better(
 ):
     "A judge: are methods no better than DP-SGD?"
     def judge(pool):
-        pairs = _beside_dp_sgd(pool, chosen)
-        found, text = _tally(pairs)
-        if not pairs: return INCONCLUSIVE, "not run"
+        pairs, found, text = _tally(pool, chosen)
+        if not pairs: return INCONCLUSIVE, text
         if any(above_one_of(*pair, len(pairs))[0] == "above" for pair in pairs):
             return REFUTED, text
         return HOLDS if found["below"] == len(pairs) else INCONCLUSIVE, text
@@ -153,9 +150,8 @@ def _mostly_below(
 ):
     "A judge: are methods below DP-SGD in most cases?"
     def judge(pool):
-        pairs = _beside_dp_sgd(pool, chosen)
-        found, text = _tally(pairs)
-        if not pairs: return INCONCLUSIVE, "not run"
+        pairs, found, text = _tally(pool, chosen)
+        if not pairs: return INCONCLUSIVE, text
         if 2*found["below"] > len(pairs): return HOLDS, text
         return REFUTED if 2*found["above"] >= len(pairs) else INCONCLUSIVE, text
     return judge
@@ -280,9 +276,9 @@ def threshold_path(
 def _threshold_rises(pool):
     "A judge of Figure 1: z of DP-SGD-Global-Adapt is largest at the end."
     z = [threshold_path(r) for r in pool if r.spec.method.name == FOLLOWED[0]]
-    why = ", ".join(f"{p[0]:g} to {p[-1]:.3g} (largest {max(p):.4g})" for p in z)
+    why = ", ".join(f"{p[0]:g} to {p[-1]:.3g} (at most {max(p):.4g})" for p in z)
     return all_or_none([path[-1] > path[0] and np.argmax(path) == len(path) - 1 for path in z],
-        f"z goes from {why}")
+        f"seed by seed, z goes from {why}")
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #22b23b74
 def norms_by_seed(
@@ -323,7 +319,7 @@ def _lowest_norm(pool):
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #b153d519
 NORM_CLAIMS = (
-    Claim("The upper threshold rises towards the end (Figure 1)", _threshold_rises),
+    Claim("The upper threshold is largest at the end (Figure 1)", _threshold_rises),
     *(Claim(f"Under {short_name(m)} the mean norm {'stays' if m in FOLLOWED[:2] else 'falls'} "
         "(Figure 2)", _norm_judge(m)) for m in FOLLOWED),
     Claim("Under V2-S the mean norm is the lowest in every epoch (Figure 2)", _lowest_norm))
@@ -340,7 +336,8 @@ def larger_is_better(
     if not steps: return INCONCLUSIVE, "no two settings above chance were run"
     up = sum(compared(cells[b], cells[a], _accuracy)[0] == "above" for a, b in steps)
     down = sum(compared(cells[b], cells[a], _accuracy, len(steps))[0] == "below" for a, b in steps)
-    why = f"of {counted(len(steps), 'step')} to the next larger value {up} go up, {down} down"
+    why = (f"of {counted(len(steps), 'step')} between settings above chance {up} are significant "
+        f"rises, {down} significant falls")
     return REFUTED if down else HOLDS if up == len(steps) else INCONCLUSIVE, why
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #39618788

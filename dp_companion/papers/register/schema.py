@@ -14,6 +14,7 @@ from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
+from fastcore.basics import patch
 from ...budgets.events import MechanismEvent
 from ...budgets.sampling import SAMPLINGS
 
@@ -52,21 +53,23 @@ class Claim:
 
     def __post_init__(self): _check(self)
 
-    @property
-    def rate(self)->float: # In (0, 1]
-        "Sample rate of the steps described."
-        return self.sample_rate or self.batch_size/self.dataset_size
 
-    @property
-    def events(self)->tuple: # MechanismEvents; empty where something is missing
-        "The steps that the source describes."
-        return _events(self.noise, self.rate) if self.noise else ()
+# %% ../../../nbs/papers/register/schema.ipynb #5a39c86a
+@patch(as_prop=True)
+def rate(self:Claim)->float: # In (0, 1]
+    "Sample rate of the steps described."
+    return self.sample_rate or self.batch_size/self.dataset_size
 
-    @property
-    def accounted_events(self)->tuple: # MechanismEvents
-        "The steps that the source's accountant was given."
-        if not self.accounted: return self.events
-        return _events(self.accounted["noise"], self.accounted["sample_rate"])
+@patch(as_prop=True)
+def events(self:Claim)->tuple: # MechanismEvents; empty where something is missing
+    "The steps that the source describes."
+    return _events(self.noise, self.rate) if self.noise else ()
+
+@patch(as_prop=True)
+def accounted_events(self:Claim)->tuple: # MechanismEvents
+    "The steps that the source's accountant was given."
+    if not self.accounted: return self.events
+    return _events(self.accounted["noise"], self.accounted["sample_rate"])
 
 # %% ../../../nbs/papers/register/schema.ipynb #70905f35
 def _events(noise, rate):

@@ -8,6 +8,7 @@ __all__ = ['SanitizationMethod']
 # %% ../../../nbs/papers/sanitization/method.ipynb #0d5fd0a3
 from dataclasses import dataclass, fields
 from typing import ClassVar
+from fastcore.basics import patch
 from ...algorithms.clipping import RULES, CountingRule
 from ...budgets.events import MechanismEvent
 from ...budgets.rdp import rdp_of_events, rdp_to_epsilon
@@ -38,21 +39,6 @@ class SanitizationMethod(Method):
 
     @property
     def has_target(self): return self.layer_below is not None or super().has_target
-    def release(self,
-        plan:PoissonPlan, # The sampling of the run
-    )->RowRelease|None: # None without a layer
-        "The rows that a run releases of one record; ReLU below makes them nonnegative."
-        if self.layer_below is None: return None
-        return RowRelease(width=self.layer_width, noise_multiplier=self.layer_noise_multiplier,
-                          releases=self.layer_releases or plan.epochs, dropout=self.layer_dropout
-                          or 0.,
-                          dropout_position=self.layer_dropout_position or "after",
-                          rows="nonnegative")
-    def gradient_events(self,
-        plan:PoissonPlan, # The sampling of the run
-    )->tuple[MechanismEvent,...]: # Empty without DP-SGD
-        "The releases of DP-SGD, on Poisson batches of its own."
-        return super().events(plan, 1)
     def events(self, plan, classes):
         rows = self.release(plan)
         return (row_events(rows) if rows else ()) + self.gradient_events(plan)
@@ -62,7 +48,22 @@ class SanitizationMethod(Method):
         return PlainRun if self.layer_below is None else SanitizedRun
 
 # %% ../../../nbs/papers/sanitization/method.ipynb #23165603
-from fastcore.basics import patch
+@patch
+def release(self:SanitizationMethod,
+    plan:PoissonPlan, # The sampling of the run
+)->RowRelease|None: # None without a layer
+    "The rows that a run releases of one record; ReLU below makes them nonnegative."
+    if self.layer_below is None: return None
+    return RowRelease(width=self.layer_width, noise_multiplier=self.layer_noise_multiplier,
+        releases=self.layer_releases or plan.epochs, dropout=self.layer_dropout or 0.,
+        dropout_position=self.layer_dropout_position or "after", rows="nonnegative")
+
+@patch
+def gradient_events(self:SanitizationMethod,
+    plan:PoissonPlan, # The sampling of the run
+)->tuple[MechanismEvent,...]: # Empty without DP-SGD
+    "The releases of DP-SGD, on Poisson batches of its own."
+    return Method.events(self, plan, 1)
 
 @patch
 def claim(self:SanitizationMethod,
