@@ -93,7 +93,7 @@ def test_counting_tries_costs_and_index_of_runs_is_left_alone(root, recipes):
     more = replace(first, labels=first.labels | {"tries": tries})
     assert first.epsilon < epsilon_with_tuning([first]) < epsilon_with_tuning([more])
     assert "recipes" not in (root/"results"/"index.csv").read_text(encoding="utf-8")
-    assert all(points.seeds == 5 for *_, points in worth(recipes))
+    assert all(points.seeds >= 5 for *_, points in worth(recipes))
 
 
 def test_every_setting_of_the_recipes_has_a_head_without_privacy(root):
