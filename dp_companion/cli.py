@@ -235,6 +235,7 @@ def _asked(epsilon, delta, true_positive_rate, false_positive_rate):
         _real(name, value, below=below)
     return Target(epsilon=epsilon, delta=delta), {"target_epsilon": epsilon, "delta": delta}
 
+# %% ../nbs/cli.ipynb #a1996b3a
 def _calibrated(shape, plan, target, accountant, asked)->dict:
     "The multiplier, who computed it, and what it takes for granted."
     from dp_companion.budgets import certified

@@ -84,6 +84,7 @@ def run_recipes(
         made.append(arm_record(recipe, features, folder=folder, runs=runs, seeds=seeds))
     return made
 
+# %% ../../../nbs/papers/decay_at_equal_epsilon/recipes.ipynb #7cbfe58a
 def nonprivate_recipe(
     setting:str, # A key of `SETTINGS`
     *,

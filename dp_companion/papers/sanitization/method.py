@@ -65,6 +65,7 @@ def gradient_events(self:SanitizationMethod,
     "The releases of DP-SGD, on Poisson batches of its own."
     return Method.events(self, plan, 1)
 
+# %% ../../../nbs/papers/sanitization/method.ipynb #d492ba6a
 @patch
 def claim(self:SanitizationMethod,
     plan:PoissonPlan, # The sampling of the run
