@@ -37,8 +37,10 @@ def test_the_step_is_that_of_every_oracle_in_float64(build, rule):
 
 
 @pytest.mark.parametrize("build", SMALL, ids=lambda f: f.__name__)
-def test_the_step_is_that_of_every_oracle_in_float32(build):
-    against_oracles(lambda: network(build), *batch(build, 6), names=ORACLES, nearly=1e-5)
+def test_the_step_is_that_of_every_batched_oracle_in_float32(build):
+    # One sample alone is rounded in another order, which on some processors turns a near-tie of
+    # a max-pool the other way: that oracle is compared in float64, above
+    against_oracles(lambda: network(build), *batch(build, 6), nearly=1e-5)
 
 
 @pytest.mark.slow
