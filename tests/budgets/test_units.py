@@ -3,6 +3,7 @@ import itertools
 import math
 import subprocess
 import sys
+from collections import Counter
 
 import mpmath
 import numpy as np
@@ -48,10 +49,10 @@ def moment(sigma, q, k, power):
     "E_Q[(P/Q)^power] from every pattern of images in the batch, in 40 digits."
     with mpmath.workdps(40):
         sigma, q = mpmath.mpf(sigma), mpmath.mpf(q)
+        drawn = Counter(sum(pattern) for pattern in itertools.product((0, 1), repeat=k))
         def ratio(x):
-            return sum(q**sum(drawn)*(1 - q)**(k - sum(drawn))
-                       *mpmath.exp((2*sum(drawn)*x - sum(drawn)**2)/(2*sigma**2))
-                       for drawn in itertools.product((0, 1), repeat=k))
+            return sum(patterns*q**j*(1 - q)**(k - j)*mpmath.exp((2*j*x - j**2)/(2*sigma**2))
+                       for j, patterns in drawn.items())
         edges = ([sigma*z for z in range(-24, 25, 3)]
                  + [j*max(power, 1) + z*sigma for j in range(k + 1) for z in (-6, 0, 6)])
         return mpmath.quad(lambda x: mpmath.npdf(x, 0, sigma)*ratio(x)**power, sorted(set(edges)))
@@ -84,7 +85,7 @@ def test_rdp_rises_with_images_and_stays_below_the_crude_bound(sigma, q, k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma", [1e-5, .01, .03, .1])
+@pytest.mark.parametrize("sigma", [1e-5, .03, .1])
 def test_little_noise_meets_the_crude_bound(sigma):
     "Between its lower bound and the pessimistic bound, without a jump at the switch."
     rdp, orders = _rdp_unit(sigma, .1, images=6), _UNIT_ORDERS
@@ -118,8 +119,7 @@ def simulated_delta(epsilon, draw, sigma, q, k, steps, n=400_000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sigma", "q", "k", "steps"), [
-    (1.5, .1, 3, 8), (1., .05, 6, 4), (3., .3, 2, 10)])
+@pytest.mark.parametrize(("sigma", "q", "k", "steps"), [(1., .05, 6, 4), (3., .3, 2, 10)])
 def test_a_run_against_simulation(sigma, q, k, steps):
     epsilon = certify_group([event(sigma, q, steps)], images=k, delta=.01,
                             accountants=("pld",))["pld"].epsilon

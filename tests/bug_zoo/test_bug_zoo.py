@@ -60,10 +60,10 @@ def test_correct_engine_passes(correct):
 
 
 @pytest.mark.slow
-def test_three_hundred_checks_raise_no_false_alarm():
+def test_two_hundred_checks_raise_no_false_alarm():
     places = [place for place in PLACES if place not in SEEDLESS]
-    found = [check for seed in range(1, 9) for place in places for check in checks_at(place, seed)]
-    assert len(found) >= 300
+    found = [check for seed in range(1, 5) for place in places for check in checks_at(place, seed)]
+    assert len(found) >= 200
     assert [check for check in found if not check.holds] == []
 
 
