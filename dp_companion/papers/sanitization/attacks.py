@@ -27,7 +27,8 @@ from .run import (SanitizedRun, build_layer, epoch_rows,
                                                   layer_report, released, rows_below, train_below)
 
 # %% ../../../nbs/papers/sanitization/attacks.ipynb #458152bb
-IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32)} # Channels and side, by data set
+IMAGES = {"digits": (1, 8), "mnist": (1, 28), "cifar10": (3, 32), "digits_scattering": (144, 1),
+    "cifar10_efficientnet": (1280, 1)} # Channels and side, by data set
 
 def worst_case(
     dataset:str, # A key of `IMAGES`: gives the size of an image

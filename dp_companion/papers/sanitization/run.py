@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dp_companion.papers.sanitization.early_stopping import (Flag, ReleasedStd, SlopeFlag,
     TrendFlag,
     follow_weights)
-from ...algorithms.sanitization import (SanitizationLayer, model_report, pooled_rows,
-    random_below, sanitization_cnn, sanitization_resnet18)
+from ...algorithms.sanitization import (SanitizationLayer, funnel, model_report,
+    pooled_rows, random_below, sanitization_cnn, sanitization_resnet18)
 from ...budgets.certified import BudgetReport, certify
 from ...budgets.schedules import PoissonPlan
 from dp_companion.training.datasets import (DIGITS_MEAN, DIGITS_STD, MNIST_MEAN, MNIST_STD,
@@ -32,17 +32,23 @@ from dp_companion.training.run import (PoissonTraining, Run, check_ledger, epoch
 def _resnet18(width, sanitization, image_size, **shape): return sanitization_resnet18(
     sanitization=sanitization, **shape)
 
+def _funnel(width, sanitization, image_size, channels, classes):
+    network = funnel(width, classes, in_features=channels*image_size**2, sanitization=sanitization)
+    network.below.insert(0, nn.Flatten())
+    return network
+
 def _cnn(width, **shape): return sanitization_cnn(width, **shape).to(
     memory_format=torch.channels_last) # a third less time a step
 
 _SMALL_STAGES = 1 # ours, for small images: the first of four
 _BLACK = {"digits": -DIGITS_MEAN/DIGITS_STD, "mnist": -MNIST_MEAN/MNIST_STD, "cifar10": -max(m/s
-    for m, s in zip(RGB_MEAN, RGB_STD))} # least value of a pixel, by public constants
+    for m, s in zip(RGB_MEAN, RGB_STD)), **dict.fromkeys(("digits_scattering",
+    "cifar10_efficientnet"), 0.)} # least value of a pixel, by public constants
 # name in a run's description to the function that builds it around a layer
 LAYERED = {"sanitization_cnn": _cnn, "half_sanitization_cnn": partial(_cnn, filters=HALF_FILTERS),
     "small_sanitization_cnn": partial(sanitization_cnn, filters=SMALL_FILTERS),
     "sanitization_resnet18": _resnet18, "small_sanitization_resnet18": partial(_resnet18,
-    stages=_SMALL_STAGES), "pooled_rows": pooled_rows}
+    stages=_SMALL_STAGES), "pooled_rows": pooled_rows, "funnel": _funnel}
 
 # %% ../../../nbs/papers/sanitization/run.ipynb #14a02cbc
 def build_layered(

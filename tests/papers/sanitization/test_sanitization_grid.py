@@ -4,9 +4,10 @@ import torch
 from dp_companion.budgets.released_rows import RowRelease, sanitization_report
 from dp_companion.papers.sanitization.attacks import worst_case
 from dp_companion.papers.sanitization.grid import (
-    LAYER_PROFILES, claim_of, printed_values, public_width, row_noise
+    FEATURE_PROFILES, LAYER_PROFILES, claim_of, feature_specs, printed_values, public_width,
+    row_noise
 )
-from dp_companion.papers.sanitization.run import build_layer, build_layered
+from dp_companion.papers.sanitization.run import build_layer, build_layered, layer_report
 from dp_companion.training.spec import run_spec
 from sanitized_runs import SIZE
 
@@ -20,6 +21,17 @@ def test_networks_of_the_profiles_can_be_built():
                                   build_layer(spec, torch.Generator()))
             assert model(worst_case(size.dataset, True, records=2).train_images).shape == (2, 10)
             assert spec.target_epsilon == claim_of(size)
+
+
+def test_versions_on_features_are_certified_for_their_target(tmp_path):
+    for spec in feature_specs("digits", tmp_path):
+        if spec.method.name == "DP-SGD" or spec.seed > 0: continue
+        data = worst_case(spec.dataset, True, records=2)
+        model = build_layered(spec, data, layer := build_layer(spec, torch.Generator()))
+        assert model(data.train_images).shape == (2, 10) and layer.rows == "nonnegative"
+        plan = FEATURE_PROFILES["digits"].plan_of(vars(spec))
+        found = layer_report(spec, plan, model).certified["pld"].epsilon
+        assert .97*spec.target_epsilon < found <= spec.target_epsilon
 
 
 def test_noise_never_overshoots_and_width_is_public():
