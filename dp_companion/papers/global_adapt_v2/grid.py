@@ -33,8 +33,8 @@ _large = dict(epochs=100, drop_every=10, expected_batch_size=64, learning_rate=1
 
 # %% ../../../nbs/papers/global_adapt_v2/grid.ipynb #1f8a82e3
 PROFILES = {
-    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=12, drop_every=3,
-                               learning_rate=1e-3, seeds=3),
+    "digits": {"MNIST": _mnist(dataset="digits", dataset_size=1437, epochs=8, drop_every=2,
+                               learning_rate=1e-3, seeds=2),
                "Unbalanced MNIST": _unbalanced(dataset="unbalanced_digits", dataset_size=1307,
                    epochs=10, drop_every=1, seeds=2),
                "Thinwall": _melt_pool(**_frames, seeds=1),
