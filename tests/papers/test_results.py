@@ -15,7 +15,7 @@ from dp_companion.papers.sad.grid import SAD_PROFILES
 from dp_companion.training.multipliers import calibration_key, first_multiplier
 from dp_companion.papers.adaptive_noise.method import shared_with_loss
 from dp_companion.papers.sanitization.grid import (
-    LAYER_PROFILES, PRINTED, SWEEPS, feature_specs, flag_profiles, layer_specs, sweep_specs
+    FEATURE_PROFILES, LAYER_PROFILES, PRINTED, SWEEPS, flag_profiles, layer_specs, sweep_specs
 )
 from dp_companion.papers.results import index_text, read_records, reference_of, result_path, slug
 from dp_companion.training.records import read_record
@@ -81,7 +81,9 @@ def test_gradients_have_the_noise_that_is_calibrated_today(specs):
 
 @pytest.mark.slow
 def test_layers_are_those_of_the_grid(specs, tmp_path):
-    asked = {s.name for s in feature_specs("laptop", tmp_path)}
+    asked = {s.name for target in (1., 3., 8.) for s in layer_specs(FEATURE_PROFILES["laptop"],
+        methods=("Frozen", "One release", "DP-SGD below", "DP-SGD"), target_epsilon=target,
+        runs=tmp_path)}
     for stands_for, size in LAYER_PROFILES["laptop"].items():
         # the tables' second row of each
         loose = layer_specs(size, methods=("Frozen", "One release"), target_epsilon=8.,

@@ -58,29 +58,6 @@ def first_layer_change(
             optimizer.step()
     return weight.detach() - start
 
-# %% ../../../nbs/papers/sanitization/below_the_layer.ipynb #dd3f0c63
-def first_layer_scores(
-    features:Tensor, # (records, features): either of two neighbouring data sets
-    labels:Tensor, # (records,)
-    plan:PoissonPlan, # Batch and epochs
-    *,
-    draws:int, # Independent trainings
-    noise_multiplier:float, # sigma of the layer
-    seed:int, # First of `draws` seeds; use others for the other data set
-    feature:int=0, # The column to look at
-    frozen:bool=False, # Whether the layers below stay as they were
-    width:int=16, # n
-    clip:float=.3, # C
-)->np.ndarray: # (draws,) how far the column moved; exactly 0 without the record
-    "Scores for an auditor, one training each."
-    scores = []
-    for s in range(seed, seed + _whole("draws", draws)):
-        layer = SanitizationLayer(width, clip, noise_multiplier,
-            generator=torch.Generator().manual_seed(10**9 + s))
-        scores.append(first_layer_change(features, labels, plan, layer, seed=s, frozen=frozen)[:,
-            feature].abs().max().item())
-    return np.array(scores)
-
 # %% ../../../nbs/papers/sanitization/below_the_layer.ipynb #de8a7a20
 def features_from_change(
     change:Tensor, # (units, features): last minus initial weights of the first layer
