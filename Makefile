@@ -36,11 +36,9 @@ reproduce: install
 reproduce-all: install
 	@$(BIN)/dp-companion reproduce --profile $(PROFILE) --all
 
-# Lint and step first: they fail within seconds
 quick: install
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest tests/test_in_step.py tests/test_rooms.py
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --ignore tests/test_in_step.py --ignore tests/test_rooms.py
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test: quick
 	@$(BIN)/nbdev_test --n_workers 2

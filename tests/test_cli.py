@@ -68,6 +68,7 @@ def test_calibrate_as_printed():
     assert status == 0 and round(json.loads(out)["noise_multiplier"], 4) == .1916
 
 
+@pytest.mark.slow
 def test_calibrate_then_budget_never_overshoots():
     for accountant in ("rdp", "pld"):
         _, out, _ = terminal("calibrate", "--target-epsilon", "3", "--accountant", accountant,
@@ -77,6 +78,7 @@ def test_calibrate_then_budget_never_overshoots():
         assert 2.9 < json.loads(out)["certified"][accountant]["epsilon"] <= 3
 
 
+@pytest.mark.slow
 def test_calibrate_for_a_risk():
     words = ["calibrate", "--true-positive-rate", "0.05", *SETTING[:-2], "--json"]
     status, out, _ = terminal(*words)
@@ -134,6 +136,7 @@ def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
+@pytest.mark.slow
 def test_run_refuses_an_unknown_name(tmp_path):
     (tmp_path/"spec.json").write_text(json.dumps({"sigma": 1}))
     status, out, err = process("run", "spec.json", cwd=tmp_path)
@@ -175,6 +178,7 @@ def test_tables_know_every_table_of_every_paper(paper, tmp_path):
         assert [row["value"] for row in json.loads(out)] == printed.tolist()
 
 
+@pytest.mark.slow
 def test_a_table_has_our_runs_beside_it(root):
     status, out, _ = terminal("tables", "II", "--paper", "sad", "--runs", str(root/"results"),
                               "--json")
@@ -271,6 +275,7 @@ def test_run_trains_and_is_found(tmp_path, monkeypatch):
     assert Path(record).name in err
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_says_where_it_goes_on(tmp_path):
     from dp_companion.training.spec import spec_from_dict
     from dp_companion.training.training import train
@@ -313,6 +318,7 @@ def test_audit_refuses_what_has_no_noise(tmp_path):
     assert status == 2 and "noisy queries" in err and err.count("\n") == 1, err
 
 
+@pytest.mark.slow
 def test_audit_of_a_paper_s_headline():
     status, out, _ = terminal("audit", "adaptive_noise", "--json")
     printed, real = json.loads(out)
@@ -420,6 +426,7 @@ def test_a_spec_is_a_json_object_with_known_names(tmp_path, text, sentence):
     assert not (tmp_path/"runs").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_its_data_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("DP_COMPANION_DATA", str(tmp_path/"empty"))
     (tmp_path/"spec.json").write_text(json.dumps(SMALL | {"dataset": "mnist"}))
@@ -443,6 +450,7 @@ def test_tables_say_that_runs_are_of_other_sizes(root):
     assert "got none" not in err
 
 
+@pytest.mark.slow
 def test_tables_say_whose_data_and_names_they_have(root):
     status, out, _ = terminal("tables", "Table 13", "--runs", str(root/"results"), "--profile",
                               "laptop")

@@ -18,6 +18,7 @@ from user_loops import (Noisy, SCHEDULES, flat_data, flat_network, network, priv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_run_draws_the_batch_that_comes_next(tmp_path, workers):
     "Workers draw ahead, so a checkpoint keeps where the steps are, not the draws."
@@ -51,6 +52,7 @@ def test_a_resumed_run_draws_the_batch_that_comes_next(tmp_path, workers):
             for pair in zip(found, expected) for a, b in zip(*pair))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_after_a_resumption_has_the_same_augmented_images(tmp_path, workers):
     def made():
@@ -128,6 +130,7 @@ def test_a_killed_run_resumes_with_the_same_record(tmp_path, processes):
     assert (killed/"record.json").read_bytes() == (tmp_path/"whole"/"record.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_go_back_or_elsewhere(tmp_path):
     path = tmp_path/"checkpoint.pt"
     privacy, model, optimizer, loader = private()

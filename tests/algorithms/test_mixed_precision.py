@@ -63,6 +63,7 @@ def sums(name, batches, seed):
     return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**16),
        n=st.sampled_from([2, 3, 9, 33, 64]), exponent=st.floats(-6, 5))

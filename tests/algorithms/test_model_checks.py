@@ -70,6 +70,7 @@ def compiled_in_place(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made, word", [(lambda model: torch.jit.trace(model, torch.randn(2, 4)),
     "a traced one"), (torch.jit.script, "a traced one"), (torch.compile, "a compiled one"),
     (compiled_in_place, "a compiled one")])

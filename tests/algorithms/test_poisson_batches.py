@@ -31,6 +31,7 @@ def test_a_sample_that_is_not_finite_is_left_out():
     assert torch.isfinite(weights(model)).all() and optimizer.report.nonprivate_not_finite > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
 def test_integers_of_numpy_draw_the_same_batches(integer):
     "Their shifts overflow: all records were in every batch, or none was."
@@ -144,6 +145,7 @@ def share(rank, world, out):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_stay_together(tmp_path, processes):
     mp.start_processes(share, args=(2, str(tmp_path/"out")), nprocs=2,
         start_method=processes.get_start_method())
@@ -165,6 +167,7 @@ def test_a_record_twice_in_the_data_set_is_refused(dataset, times):
         f"is in its data set {times} times"): private(dataset=dataset, batch_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Subset(BASE, torch.arange(0, 40, 2)),
     ConcatDataset([BASE, data()]),
     ConcatDataset([Subset(BASE, range(20)), Subset(BASE, range(20, 40))]),
@@ -284,6 +287,7 @@ def test_a_batch_that_was_only_looked_at_comes_again():
         assert optimizer.steps_taken == 20 and not torch.equal(next(iter(loader))[0], firsts[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pieces_are_refused_after_a_look_at_another_pass(workers):
     for seed in range(6):
@@ -304,6 +308,7 @@ def test_pieces_are_refused_after_a_look_at_another_pass(workers):
                     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [2, 3])
 def test_epochs_of_large_batches_end_without_an_error(epochs):
     model = nn.Linear(6, 3).double()

@@ -116,6 +116,7 @@ for theirs, ours in {
 }.items(): CHANGED = CHANGED.replace(theirs, ours)
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs_unchanged_but_for_three_lines():
     lines = [line for line in difflib.unified_diff(TUTORIAL.splitlines(), CHANGED.splitlines(), n=0)
         if line[0] == "+" and line[:3] != "+++"]
@@ -142,6 +143,7 @@ def test_one_changed_line_is_enough():
     assert epsilon == pytest.approx(theirs, rel=.02)  # PRV and PLD, the same rate and steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Flat(max_grad_norm=.5), AutoS(max_grad_norm=.5),
     GlobalAdaptV2(max_grad_norm=.5), GlobalAdapt(max_grad_norm=.5)], ids=lambda r: r.name)
 def test_every_step_of_a_loop_is_that_of_the_oracles(rule):
@@ -355,6 +357,7 @@ def test_what_the_engine_does_not_do_it_refuses():
             optimizer=torch.optim.SGD(made["model"].parameters(), lr=.1), max_grad_norm=1.)
 
 
+@pytest.mark.slow
 def test_secure_by_default_and_seeded_on_request():
     def end(**options):
         privacy, model, optimizer, loader = private(**options)
@@ -568,6 +571,7 @@ def test_a_second_make_private_that_fails_changes_nothing():
 SLOW = {"pandas", "matplotlib", "seaborn", "dp_accounting", "nbdev", "IPython", "papermill"}
 
 
+@pytest.mark.slow
 def test_the_engine_imports_no_slow_packages():
     code = """
 import sys, torch, opacus

@@ -285,6 +285,7 @@ def test_the_optimizer_that_was_given_does_not_step():
     assert optimizer.steps_taken == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["module", "optimizer", "both"])
 def test_what_another_engine_has_trained_is_refused(what):
     "A cell that is run again would report its own steps alone, for one target."
@@ -320,6 +321,7 @@ def test_groups_that_are_no_tensor_are_refused():
         optimizer.step(groups=y.tolist())
 
 
+@pytest.mark.slow
 def test_schedules_stay_as_they_were_paid_for():
     "A schedule whose value at a step depends on the others would spend more."
     @dataclasses.dataclass(frozen=True, kw_only=True)

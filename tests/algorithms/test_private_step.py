@@ -277,6 +277,7 @@ def share(rank, world, rule, out):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", COUNTING, ids=["after", "before"])
 def test_two_processes_take_the_step_of_one(rule, tmp_path, processes):
     mp.start_processes(share, args=(2, rule, str(tmp_path/"out")), nprocs=2,

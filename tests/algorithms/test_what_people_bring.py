@@ -56,6 +56,7 @@ def test_a_sparse_input_is_refused_and_the_advice_works():
     train(*private(Sparse(True))[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_memory_manager_announces_the_pieces_that_come(size):
     _, module, optimizer, loader = private(batch_size=16, n=320)

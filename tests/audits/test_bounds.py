@@ -109,6 +109,7 @@ def test_findings_do_not_depend_on_the_scale_of_scores():
     assert min(found) > .5
 
 
+@pytest.mark.slow
 def test_one_run_bounds_are_monotone_and_finite():
     for bound in (one_run_bound, _one_run_gaussian_bound):
         values = [bound(500, 50, v, delta=DELTA) for v in range(0, 51, 5)]

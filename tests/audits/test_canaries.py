@@ -83,6 +83,7 @@ def printed_schedule(setting):
     )
 
 
+@pytest.mark.slow
 # no error in either world of 500 draws: 4.2
 @pytest.mark.parametrize("setting, draws, least", [("mnist", 500, 3.9), ("digits", 40_000, 2)])
 def test_v2_s_as_printed_is_refuted(setting, draws, least):

@@ -84,6 +84,7 @@ HONEST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HONEST)
 def test_an_honest_loop_is_found_to_be_what_is_accounted(kind):
     how, options = HONEST[kind]
@@ -131,6 +132,7 @@ def often(engine, model, optimizer):
     engine.batches.draw = three
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0., .5])
 @pytest.mark.parametrize("plant, sentence", [
     (meeting, "records meet"), (first_of_all, "records meet"), (divided, "records meet"),
@@ -147,6 +149,7 @@ def test_a_fault_in_module_step_or_loader_is_found(plant, sentence, dropout):
                                                        "records meet", "records meet")
 
 
+@pytest.mark.slow
 def test_attack_exceeds_certificate_where_a_record_moves_several_bounds():
     for plant in (first_of_all, unclipped):
         engine, model, optimizer, loader = given()
@@ -179,6 +182,7 @@ def raw_weights(model, optimizer, loader):
     return loop_of(model, optimizer, loader, after_step=write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty, sentence", [
     (mean_of_neighbours, "records meet"), (raw_rate, "noise is passed by"),
     (raw_weights, "noise is passed by")])
@@ -226,6 +230,7 @@ def ending(audits, inside=False, **options):
         optimizer.batches.passes_used)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_rule": "global_adapt", "max_grad_norm": None}])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_audited_run_ends_the_same_to_the_bit(options, inside):
@@ -238,6 +243,7 @@ def test_an_audited_run_ends_the_same_to_the_bit(options, inside):
         assert one == other
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_audited_and_goes_no_further():
     engine, *parts = given(method="make_private_with_epsilon", target_epsilon=2., epochs=1,
                            target_delta=1e-3, secure_mode=True)
@@ -264,6 +270,7 @@ def test_a_loop_that_fails_leaves_nothing_behind():
     loop()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_attacked_is_said():
     engine, model, optimizer, loader = given()
     loop, calls = loop_of(model, optimizer, loader), []
@@ -280,6 +287,7 @@ def test_what_cannot_be_attacked_is_said():
         PrivacyEngine().audit(1e-3, loop=loop)
 
 
+@pytest.mark.slow
 def test_workers_fetch_an_audits_batches_only_between_two_passes():
     torch.manual_seed(0)
     model, engine = network(), PrivacyEngine(secure_mode=False)
@@ -302,6 +310,7 @@ class Erased(torch.utils.data.Dataset):
         return torch.randn(6)*(1 + k%2), k%3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_honest_loops_may_augment_with_any_random_numbers(workers):
     torch.manual_seed(0)

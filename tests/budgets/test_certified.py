@@ -52,6 +52,7 @@ def test_pld_at_most_rdp(sigma, q, steps, delta):
     assert got["rdp"].accountant == "rdp" and (got["pld"].accountant == "pld" or got["pld"].note)
 
 
+@pytest.mark.slow
 def test_pld_between_its_own_bounds():
     from dp_companion.budgets.certified import _composed
     events = [event(0.8, 0.05, 20), event(4, 0.1, 5, "count")]
@@ -90,6 +91,7 @@ def test_known_values_of_the_main_schedule():
         assert abs(got["rdp"].epsilon/rdp - 1) < 3e-3 and abs(got["pld"].epsilon/pld - 1) < 3e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule, target, relation", [
     (StepDecay(initial=2, decay_rate=0.5, drop_every=2), 8,
      "add_or_remove_one"), (Constant(initial=1), 1, "replace_one")])

@@ -33,6 +33,7 @@ def test_constant_noise_stops_where_the_accountant_does():
         assert budget.left < 1e-3*target and not budget.allows(step(0.5, HAM.sample_rate, 50))
 
 
+@pytest.mark.slow
 def test_ten_thousand_adversaries_never_overspend():
     rng = np.random.default_rng(10)
     pool = [(float(s), float(q)) for s in np.geomspace(0.3, 50, 24) for q in (0.002, 0.016, 0.2, 1)]
@@ -61,6 +62,7 @@ def test_ten_thousand_adversaries_never_overspend():
     assert max(spent) > 0.999999 # and they really went to the limit
 
 
+@pytest.mark.slow
 def test_an_adversary_that_solves_for_the_limit():
     rng = np.random.default_rng(11)
     for _ in range(60):
@@ -76,6 +78,7 @@ def test_an_adversary_that_solves_for_the_limit():
                 <= budget.target_epsilon)
 
 
+@pytest.mark.slow
 def test_pld_certifies_no_more_than_the_filter():
     budget = RenyiFilter.planned(HAM, target_epsilon=3, delta=1e-5)
     for sigma in np.linspace(2.0, 0.9, 12):

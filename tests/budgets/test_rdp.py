@@ -54,6 +54,7 @@ def quadrature(sigma, q, alpha):
         return float(mpmath.log(moment)/(alpha - 1))
 
 
+@pytest.mark.slow
 @settings(steady, max_examples=15)
 @given(st.floats(math.log(0.03), math.log(10)).map(math.exp),
        st.floats(math.log(1e-4), math.log(0.99)).map(math.exp),
@@ -91,6 +92,7 @@ def test_whole_orders_join_their_neighbours():
         np.testing.assert_allclose(values[[0, 2, 3, 5]], values[[1, 1, 4, 4]], rtol=1e-7)
 
 
+@pytest.mark.slow
 @settings(steady, max_examples=10)
 @given(st.floats(0.1, 100), st.integers(1, 10_000), st.sampled_from([1e-3, 1e-5, 1e-9]))
 def test_never_below_the_exact_gaussian(sigma, steps, delta):
@@ -114,6 +116,7 @@ def test_rdp_epsilon_is_monotone(sigma, q, steps, more, delta):
     assert here <= by_rdp([event(sigma, q, steps), event(50, 0.1, 10, "count")], delta)*slack
 
 
+@pytest.mark.slow
 def test_many_multipliers_are_rounded_down():
     events = gaussian_events(LinearDecay(initial=4, decay_rate=0.9995, unit="step"),
                              PoissonPlan(dataset_size=1000, expected_batch_size=10, epochs=20))

@@ -66,6 +66,7 @@ def test_exact_is_below_rdp_and_events(release, relation):
             row_events(release, neighbouring_relation=relation))*(1 + 1e-9)).all()
 
 
+@pytest.mark.slow
 @quick
 @given(releases, relations)
 def test_monotone(release, relation):

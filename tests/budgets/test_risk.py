@@ -57,6 +57,7 @@ def test_riskcal_says_the_same():
     print(f"largest difference from riskcal: {worst:.1e}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("events", [
     [event(.8, .05, 20)], [event(1.2, .02, 50), event(8, .1, 10)], [event(5, .5, 200)]])
 def test_dp_accounting_says_the_same(events):
@@ -139,6 +140,7 @@ def test_it_is_a_trade_off_function(events):
     np.testing.assert_allclose(curve(curve(some)), some, atol=1e-7) # its own inverse
 
 
+@pytest.mark.slow
 def test_epsilon_can_be_read_from_the_curve():
     for events in ([event(1.5, .02, 300)], [event(5, .5, 200)]):
         curve = trade_off(events)
@@ -209,11 +211,13 @@ def test_ten_phases_within_a_second(schedule):
     assert time.process_time() - start < 1
 
 
+@pytest.mark.slow
 def test_a_hundred_phases():
     found = risk_of(gaussian_events(LinearDecay(initial=3, decay_rate=.98), MNIST))
     assert .08 < found.advantage < .1 and found.gap < .01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [
     {"true_positive_rate": .05}, {"true_positive_rate": .011}, {"advantage": .3}, {"mu": .4},
     {"true_positive_rate": .1, "false_positive_rate": 1/256}])

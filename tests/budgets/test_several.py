@@ -16,6 +16,7 @@ OTHER = (MechanismEvent(noise_multiplier=3., sample_rate=.1, steps=20),)
 DELTA = 1e-5
 
 
+@pytest.mark.slow
 def test_reports_add_in_any_order():
     one, other = (budget_report(events, delta=DELTA) for events in (RUN, OTHER))
     both = certify(RUN + OTHER, delta=DELTA)
@@ -25,6 +26,7 @@ def test_reports_add_in_any_order():
     assert sum([one]) is one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [dict(delta=1e-6), dict(privacy_unit="lesion")])
 def test_reports_of_other_settings_do_not_add(change):
     wrong = budget_report(OTHER, **dict(delta=DELTA) | change)
@@ -93,6 +95,7 @@ def test_two_models_have_one_ledger():
         1e-3).epsilon
 
 
+@pytest.mark.slow
 def test_an_engine_takes_a_risk_for_a_target():
     torch = pytest.importorskip("torch")
     from torch.utils.data import DataLoader, TensorDataset

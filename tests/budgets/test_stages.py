@@ -45,6 +45,7 @@ def test_stage_values_follow_the_recursion(ratio):
     assert values.tolist() == [schedule.at(t) for t in range(HAM.steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [3, 8, 16])
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_what_trains_is_what_was_certified(target, unit):

@@ -138,6 +138,7 @@ def test_one_image_is_the_ordinary_certificate():
     assert ours["pld"].accountant == "pld"
 
 
+@pytest.mark.slow
 def test_better_than_knowing_epsilon_alone():
     run = [event(4., .02, 500)]
     epsilon, delta = _group_privacy(certify(run, delta=1e-6)["pld"].epsilon, 1e-6, images=3)

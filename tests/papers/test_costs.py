@@ -24,6 +24,7 @@ def test_a_slower_run_changes_the_table(root):
     assert csv_text(timing_rows(slower), COLUMNS) != (root/"results"/TIMINGS).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["digits", "laptop", "paper"])
 def test_every_profile_is_priced(root, profile):
     costs = planned_costs(profile, results=root/"results")

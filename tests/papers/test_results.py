@@ -96,6 +96,7 @@ def test_layers_are_those_of_the_grid(specs, tmp_path):
     assert committed and committed <= asked
 
 
+@pytest.mark.slow
 def test_reference_records_are_found_from_a_folder_below(root, monkeypatch):
     monkeypatch.chdir(root/"nbs"/"papers"/"sad"/"experiments") # as Jupyter does
     below = reference_of("sad")
@@ -104,6 +105,7 @@ def test_reference_records_are_found_from_a_folder_below(root, monkeypatch):
     assert reference_of("sad", folder=Path("no/such/folder")) == []
 
 
+@pytest.mark.slow
 def test_the_sampler_of_24_bits_stays_within_the_target():
     "Opacus's sampler draws on a grid of 2^-24, so a record's probability is q rounded up."
     grid, found = 2**24, {}

@@ -24,6 +24,7 @@ def test_a_cell_of_a_table_has_one_noise():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", ["global_adapt_v2", "sad", "sanitization", "adaptive_noise"])
 def test_risk_of_a_record_is_that_of_what_is_certified(root, paper):
     "The curve of a record's events must have its delta at its certified epsilon."
@@ -40,6 +41,7 @@ def test_risk_of_a_record_is_that_of_what_is_certified(root, paper):
         assert 1 - 5e-4*len(report.events) < delta/report.delta < 1.001
 
 
+@pytest.mark.slow
 def test_a_lesion_has_another_risk_than_an_image():
     from dp_companion.papers.audited_claims import HEADLINES
     image, lesion = (headline.budget() for headline in HEADLINES["sad"]()[:2])

@@ -136,6 +136,7 @@ def test_two_hundred_settings_agree_with_the_package(tab):
     assert [p for s in settings(200) for p in problems(browser, s)] == []
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_headline_and_complains_of_nothing(tab):
     browser, address = tab
     browser.open(address)
@@ -173,6 +174,7 @@ def test_the_address_holds_the_setting(tab):
     assert browser.evaluate("location.hash") == shown
 
 
+@pytest.mark.slow
 def test_the_copied_python_prints_what_the_page_shows(tab, capsys):
     browser, address = tab
     s = dict(HEADLINE, sigma=3.0, epochs=10)

@@ -98,6 +98,7 @@ def test_killed_anywhere_and_started_again_ends_the_same(tmp_path, processes):
         "page.ipynb", "toy.ipynb"]
 
 
+@pytest.mark.slow
 def test_a_failing_experiment_is_one_sentence_and_no_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook(tmp_path/"nbs"/"experiments"/"toy.ipynb", [*EXPERIMENT[:2], "1/0"])
@@ -106,6 +107,7 @@ def test_a_failing_experiment_is_one_sentence_and_no_page(tmp_path, monkeypatch)
     assert not list(tmp_path.glob("runs/notebooks/**/*.ipynb"))
 
 
+@pytest.mark.slow
 def test_a_damaged_record_stops_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook(tmp_path/"nbs"/"experiments"/"toy.ipynb", EXPERIMENT)

@@ -303,6 +303,7 @@ def test_every_page_of_a_small_site_is_sound(built, browser):
         assert browser.evaluate(brightness) < 200 and light > 600
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @needs_browser
 def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
@@ -319,6 +320,7 @@ def test_a_phone_stacks_the_panels_of_a_forest_plot(built, browser):
         assert min(right - left, right_2 - left_2) > 320
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @needs_browser
 def test_figure_has_a_phone_layout_and_text_of_9_points(built, browser):
@@ -416,6 +418,7 @@ def test_the_reference_explains_what_a_user_types():
         assert not re.findall(r"^\| `[^`]*` \|  \|$", pages[page][0], re.M), page
 
 
+@pytest.mark.slow
 def test_terms_are_explained_once_and_a_page_names_its_origin(clone):
     page = "papers/toy/experiments/halves"
     quarto = json.loads((clone/"_quarto.yml").read_text())
@@ -455,6 +458,7 @@ def test_terms_are_explained_once_and_a_page_names_its_origin(clone):
     assert "This page:" not in (out/"index.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_executed_notebook_is_shown_if_its_run_finished(clone, capfd):
     finished, killed = {"end_time": "2026-11-20T10:00:00", "exception": None}, {"end_time": None}
     write_notebook(clone/"runs/index.ipynb", ["# Executed", "Done."], papermill=finished)
@@ -508,6 +512,7 @@ def test_bad_input_is_one_sentence(clone, monkeypatch):
         build_site("nbs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts, sentence", [
     (["see @eq-gone"], "index refers to @eq-gone, which no page defines"),
     (["```{nodirective}\n```"], "index: Unknown directive type: 'nodirective'"),
@@ -526,6 +531,7 @@ def test_a_broken_reference_fails_and_the_old_site_stays(clone, texts, sentence)
     assert "old" in (clone/"_site/index.html").read_text() and beside(clone) == []
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_no_half_site(clone, built):
     out = shutil.copytree(built, clone/"_site")
     whole = sorted(path.relative_to(out) for path in out.rglob("*"))

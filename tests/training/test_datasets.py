@@ -180,6 +180,7 @@ def real(name):
     return load_dataset(name)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_real_mnist_and_its_thinned_form():
     data, rare = real("mnist"), real("unbalanced_mnist")

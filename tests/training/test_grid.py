@@ -19,6 +19,7 @@ def test_the_number_of_workers_changes_no_record(tmp_path):
         assert record_path(spec, alone).read_bytes() == record_path(spec, together).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_spec_that_stands_twice_is_trained_once(tmp_path):
     cells = [(method_values(SMALL, "DP-SGD"), "as_printed", 1.)]
     (specs,) = specs_of(SMALL, cells, runs=tmp_path, workers=1)

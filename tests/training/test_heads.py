@@ -168,6 +168,7 @@ def test_a_centred_head_is_a_head_on_centred_rows(spec, features):
     assert _judged(head)["right"] == _judged(plain)["right"]
 
 
+@pytest.mark.slow
 def test_the_mean_is_part_of_the_budget(tmp_path, spec, features):
     centred = calibrated_head(replace(spec, delta=1e-3, mean_noise=4.), 60, 2., tmp_path)
     assert .98*2 <= head_budget(centred, 60, tmp_path).epsilon <= 2
@@ -198,6 +199,7 @@ def test_more_seeds_leave_the_first_as_they_are(tmp_path, spec, features):
     np.testing.assert_allclose(both.right.mean(1), both.accuracies)
 
 
+@pytest.mark.slow
 def test_calibrated_noise_spends_its_target_and_no_more(tmp_path, spec):
     made = calibrated_head(replace(spec, delta=1e-3), 60, 2., tmp_path)
     assert .98*2 <= head_budget(made, 60, tmp_path).epsilon <= 2

@@ -62,6 +62,7 @@ def test_thinwall_tables_that_cannot_be_read(tmp_path, table, sentence):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_synthetic_frames_say_so_everywhere():
     for name in ("synthetic_melt_pool", "synthetic_melt_pool_small"):
         data = load_dataset(name)

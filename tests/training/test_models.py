@@ -51,6 +51,7 @@ def test_nf_net_without_timm_or_weights_is_one_sentence(tmp_path, monkeypatch):
         build_model("nf_net_f0", seed=0)
 
 
+@pytest.mark.slow
 def test_nf_net_with_timm(tmp_path, monkeypatch):
     timm = pytest.importorskip("timm", reason="timm is not installed (the extra `vision`)")
     from safetensors.torch import save_file

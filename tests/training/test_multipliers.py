@@ -22,6 +22,7 @@ def test_a_certified_multiplier_spends_its_target_by_prv(shape, target):
     assert prv.get_epsilon(1e-5, eps_error=.01) == pytest.approx(target, rel=.02)
 
 
+@pytest.mark.slow
 def test_counts_cost_the_gradient_noise():
     alone, counted = (first_multiplier(SHAPES["constant"], PLAN, "certified", 3., 1e-5, count)
                       for count in (None, 5.))
@@ -29,6 +30,7 @@ def test_counts_cost_the_gradient_noise():
     assert (counted**-2 + 5.**-2)**-.5 == pytest.approx(alone, rel=5e-3) # together as before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_filtered_multiplier_is_at_least_the_certified_one(shape):
     certified, filtered = (first_multiplier(SHAPES[shape], PLAN, accounting, 3., 1e-5)

@@ -16,6 +16,7 @@ from dp_companion.training.optimizers import (
 properties = settings(derandomize=True, max_examples=40, deadline=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LR_SCHEDULERS)
 @properties
 @given(st.integers(1, 300), st.floats(1e-6, 10))

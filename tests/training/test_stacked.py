@@ -71,6 +71,7 @@ def test_padding_changes_nothing(double):
         torch.testing.assert_close(weights(wide), weights(tight), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_left_out(double):
     spoiled = double.train_images.clone()
     spoiled[3] = float("nan")

@@ -5,6 +5,7 @@ import time
 from threading import Thread
 from types import SimpleNamespace
 
+import pytest
 from filelock import FileLock
 
 from dp_companion.cli import main
@@ -39,6 +40,7 @@ def checkpoints(folder):
     return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/checkpoint.pt")}
 
 
+@pytest.mark.slow
 def test_killed_run_ends_the_same(tmp_path, processes):
     whole, killed = tmp_path/"whole", tmp_path/"killed"
     assert ends(start(processes, whole)) == 0

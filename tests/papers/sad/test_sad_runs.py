@@ -59,6 +59,7 @@ def test_noise_and_bound_of_every_step_are_the_certified_ones(tmp_path, digits, 
     assert 3*(1 - 5e-3) < epsilon <= 3 < record.budget["claimed"]["epsilon"]
 
 
+@pytest.mark.slow
 def test_a_private_threshold_is_counted_and_certified(tmp_path, digits):
     ((spec, *_),) = specs_of(sad_profile("digits"),
                              [(sad_values(sad_profile("digits"), "Auto-DPSGD-S, private threshold",
@@ -80,6 +81,7 @@ def test_a_bound_of_another_stage_stops_the_run(digits, monkeypatch):
     with pytest.raises(RuntimeError, match="applied sensitivity must equal"): run.train_epoch()
 
 
+@pytest.mark.slow
 def test_a_multiplier_of_another_step_stops_the_run(tmp_path, digits, monkeypatch):
     monkeypatch.setattr(one_run, "multipliers_ahead",
                         lambda training: iter(

@@ -1,4 +1,5 @@
 "The grid of paper sanitization: networks, noise and public widths."
+import pytest
 import torch
 
 from dp_companion.budgets.released_rows import RowRelease, sanitization_report
@@ -22,6 +23,7 @@ def test_networks_of_the_profiles_can_be_built():
             assert spec.target_epsilon == claim_of(size)
 
 
+@pytest.mark.slow
 def test_versions_on_features_are_certified_for_their_target(tmp_path):
     methods = ("Frozen", "One release", "DP-SGD below")
     for spec in layer_specs(FEATURE_PROFILES["digits"], methods=methods, target_epsilon=8.,
