@@ -339,8 +339,9 @@ def made_with(
     records:list, # RunRecords; this installation where there are none
 )->str: # Commits, versions and devices
     "Commits, versions and devices of some records."
-    seen = {json.dumps(p, sort_keys=True): p for p in ([r.provenance for r in records]
-        or [provenance()])}
-    return (" and ".join(f"commit {p['commit']}; "
-        f"{', '.join(f'{n} {v}' for n, v in sorted(p['versions'].items()))}; Python {p['python']}; "
-        f"{p['device']} ({p['machine']})" for p in seen.values()))
+    commits = {} # By versions and device
+    for p in [r.provenance for r in records] or [provenance()]:
+        versions = ", ".join(f"{n} {v}" for n, v in sorted(p["versions"].items()))
+        where = f"{versions}; Python {p['python']}; {p['device']} ({p['machine']})"
+        commits.setdefault(where, {})[p["commit"]] = True
+    return " and ".join(f"commit {', '.join(found)}; {where}" for where, found in commits.items())

@@ -104,8 +104,8 @@ def _executed(jobs, workers, *, desc="pages", **options):
     from joblib import Parallel, delayed
     from tqdm import tqdm
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # How many processes a page of a grid may start: its share of the cores
-    os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(1, os.cpu_count()//workers)))
+    # Processes of a page; two at least, for the last page has all cores
+    os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(2, os.cpu_count()//workers)))
     run = Parallel(n_jobs=workers, return_as="generator_unordered", pre_dispatch=workers)
     done = run(delayed(_try)(*job, **options) for job in sorted(jobs, key=_size, reverse=True))
     with tqdm(done, total=len(jobs), desc=desc, unit="notebook") as bar:
