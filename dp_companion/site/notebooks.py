@@ -103,15 +103,18 @@ def _executed(jobs, workers, *, desc="pages", **options):
     "Execute (source, target, parameters) of each job; yields source, target and what failed."
     from joblib import Parallel, delayed
     from tqdm import tqdm
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Processes of a page; two at least, for the last page has all cores
-    os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(2, os.cpu_count()//workers)))
+    _share_cores(workers)
     run = Parallel(n_jobs=workers, return_as="generator_unordered", pre_dispatch=workers)
     done = run(delayed(_try)(*job, **options) for job in sorted(jobs, key=_size, reverse=True))
     with tqdm(done, total=len(jobs), desc=desc, unit="notebook") as bar:
         for notebook, target, failure in bar:
             bar.set_postfix_str(f"{notebook.stem}{' FAILED' if failure else ''}")
             yield notebook, target, failure
+
+def _share_cores(workers):
+    "Let every page start two processes at least: the last page has all cores."
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(2, os.cpu_count()//workers)))
 
 def _try(notebook, target, parameters, **options):
     "`execute`, with the sentence of its failure in place of an exception."
@@ -304,17 +307,12 @@ def _execute_watched(experiments, parameters, *, workers=2, committed=None):
     _report(failures, len(stale))
 
 def _train(experiments, parameters, workers, committed):
-    "Execute experiments, the first on all cores and the others on their share; what failed."
+    "Execute experiments; what failed."
     from joblib import Parallel, delayed
-    cores = [os.cpu_count()] + [max(1, os.cpu_count()//workers)]*len(experiments)
-    done = Parallel(n_jobs=workers)(delayed(_execute_on)(n, *pages, parameters, committed=committed)
-                                    for n, pages in zip(cores, experiments))
+    _share_cores(workers)
+    done = Parallel(n_jobs=workers)(delayed(_try)(*pages, parameters, committed=committed)
+                                    for pages in experiments)
     return [failure for *_, failure in done if failure]
-
-def _execute_on(cores, *page, **options):
-    "`_try`, where a grid trains in so many processes."
-    os.environ["LOKY_MAX_CPU_COUNT"] = str(cores)
-    return _try(*page, **options)
 
 # %% ../../nbs/site/notebooks.ipynb #b82ca0e8
 def readme_text(
