@@ -112,7 +112,7 @@ def _executed(jobs, workers, *, desc="pages", **options):
             yield notebook, target, failure
 
 def _share_cores(workers):
-    "Let every page start two processes at least: the last page has all cores."
+    "Let a page start its share of the cores, two processes at least."
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("LOKY_MAX_CPU_COUNT", str(max(2, os.cpu_count()//workers)))
 

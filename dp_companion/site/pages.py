@@ -270,8 +270,9 @@ def code_cell(
     metadata = {"tags": [*cell.metadata.get("tags", []), *tags]}
     above, below = [f'<span id="{label}"></span>'] if label else [], []
     if text and _has_picture(outputs):
-        metadata["mystnb"] = {"figure": {"caption": text},
-                              "image": {"alt": re.sub(r"[*`$\[\]]", "", caption)}}
+        metadata["mystnb"] = {"image": {"alt": re.sub(r"[*`$\[\]]", "", caption)}}
+        if len(outputs) == 1: metadata["mystnb"]["figure"] = {"caption": text}
+        else: below.append(text) # Sphinx would repeat it for every output
     elif text and outputs: (below if _has_panels(outputs) else above).append(text)
     code = {"cell_type": "code", "metadata": metadata, "source": source, "outputs": outputs,
             "execution_count": None}
