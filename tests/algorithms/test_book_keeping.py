@@ -172,8 +172,8 @@ def test_the_step_takes_any_memory_format(layout):
 
 
 @pytest.mark.slow
-def test_secure_noise_is_no_slower():
-    "Than seeded noise. Which library draws faster depends on the processor; see the noise page."
+def test_secure_noise_costs_little_more():
+    "Than seeded noise: it looks for the last cell, one pass more over half of the values."
     # as many values as the MNIST CNN has weights
     sources, buffer, times = (GaussianNoise(secure=True),
                               GaussianNoise(generator=seeded())), torch.empty(431_080), ([], [])
@@ -182,8 +182,8 @@ def test_secure_noise_is_no_slower():
             start = time.process_time()
             sources[i].fill_(buffer, 1.)
             times[i].append(time.process_time() - start)
-    # a tenth for the last cell and a busy machine
-    assert np.median(times[0]) <= 1.1*np.median(times[1])
+    # measured: 1.04 to 1.11, by processor and by what else runs on it
+    assert np.quantile(times[0], .1) <= 1.2*np.quantile(times[1], .1)
 
 
 @pytest.mark.parametrize("kernel", ["matrices", "grouped", "gram", "gram_product", "opacus"])
