@@ -61,6 +61,12 @@ def test_no_caption_goes_on_with_a_word_of_nbdevs(root):
         assert not words & set(re.findall(r'"#\|  +(\w+)', text)), name
 
 
+def test_every_page_begins_with_a_title(root):
+    for name, text in notebooks(root/"nbs").items():
+        first = next(c for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
+        assert "".join(first["source"]).startswith("# "), name
+
+
 def test_notebooks_are_clean(root, exported):
     assert different(notebooks(root/"nbs"),
                      notebooks(exported/"nbs")) == [], "run nbdev_clean and commit nbs/"

@@ -12,7 +12,7 @@ from dp_companion.papers.sanitization import verdicts as sanitization
 from dp_companion.papers.verdicts import INCONCLUSIVE
 
 CLAIMS = (*global_adapt.UTILITY_CLAIMS, *global_adapt.NORM_CLAIMS, *FAIRNESS_CLAIMS,
-          *global_adapt.cifar_claims(("Table 5", "Table 14")))
+          *global_adapt.accuracy_claims(("Table 5", "Table 14")))
 
 
 @lru_cache(maxsize=None)

@@ -24,6 +24,7 @@ from ...training.spec import require_known
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     "Data, features and sizes that all arms share."
+    title:str # On pages
     dataset:str # A key of `datasets.DATASETS`
     extractor:str # A key of `features.EXTRACTORS`
     records:int # Of the training set
@@ -34,14 +35,17 @@ class Setting:
 
 _CIFAR = dict(dataset="cifar10", records=50000, expected_batch_size=4096)
 SETTINGS = {
-    "mnist": Setting(dataset="mnist", extractor="scattering", records=60000,
+    "mnist": Setting(title="MNIST", dataset="mnist", extractor="scattering", records=60000,
         expected_batch_size=4096, max_grad_norm=.1),
-    "cifar10": Setting(**_CIFAR, extractor="efficientnet_lite0", max_grad_norm=1.),
-    "cifar10_scattering": Setting(**_CIFAR, extractor="colour_scattering", max_grad_norm=.1),
-    "ham10000": Setting(dataset="ham10000_lesions_160", extractor="efficientnet_lite0_160",
-        records=5976, expected_batch_size=1024, max_grad_norm=1., delta=1e-3, epochs=(20, 50)),
-    "digits": Setting(dataset="digits", extractor="small_scattering", records=1437,
-        expected_batch_size=128, max_grad_norm=.5, delta=1e-3),
+    "cifar10": Setting(**_CIFAR, title="CIFAR-10 (EfficientNet)", extractor="efficientnet_lite0",
+        max_grad_norm=1.),
+    "cifar10_scattering": Setting(**_CIFAR, title="CIFAR-10 (scattering)",
+        extractor="colour_scattering", max_grad_norm=.1),
+    "ham10000": Setting(title="HAM10000", dataset="ham10000_lesions_160", records=5976,
+        extractor="efficientnet_lite0_160", expected_batch_size=1024, max_grad_norm=1.,
+        delta=1e-3, epochs=(20, 50)),
+    "digits": Setting(title="digits", dataset="digits", extractor="small_scattering",
+        records=1437, expected_batch_size=128, max_grad_norm=.5, delta=1e-3),
 }
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #24653121
@@ -79,8 +83,7 @@ class Arm:
     def __post_init__(self):
         for name, known in (("setting", SETTINGS), ("noise", NOISES), ("bound", BOUNDS),
                 ("length", ("short", "long"))):
-            value = getattr(self, name)
-            require_known(name, value, known)
+            require_known(name, getattr(self, name), known)
     @property
     def file(self)->str: # Below the folder of the comparison
         words = (self.noise.replace(" ", "-"), f"bound-{self.bound}",
@@ -117,9 +120,8 @@ def arms(
     epsilons:tuple=(1., 3.),
 )->list: # Arms
     "The arms of a part of the comparison."
-    names = ("epsilon", "length", "momentum", "bound", "noise")
-    cells = product(epsilons, lengths, momenta, bounds, noises)
-    return [Arm(setting=setting, **dict(zip(names, cell))) for cell in cells]
+    return [Arm(setting=setting, noise=n, bound=b, momentum=m, length=length, epsilon=e)
+        for e, length, m, b, n in product(epsilons, lengths, momenta, bounds, noises)]
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/arms.ipynb #05922a1e
 _COLUMNS = ("setting", "noise", "bound", "momentum", "length", "epsilon", "seeds", "accuracy",
@@ -206,8 +208,7 @@ def profile_arms(
     profile:str, # digits, laptop or paper
 )->dict: # Setting to Arms
     "What a profile trains."
-    known = ("digits", "laptop", "paper")
-    require_known("profile", profile, known)
+    require_known("profile", profile, ("digits", "laptop", "paper"))
     few = ("constant", "linear", "step 0.5", "growing")
     if profile == "digits": return {"digits": arms("digits", noises=few, epsilons=(3.,))}
     return {name: [arm for part in _PARTS for arm in arms(name, **part)]

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #7cef2d85
 from dataclasses import dataclass, replace
+from .arms import SETTINGS
 from ..tables import made_with
 from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, Verdict
 from ...training.heads import HeadRecord
@@ -29,16 +30,12 @@ class Comparison:
     @property
     def part(self)->str: # One of `PARTS`
         "What is changed."
-        labels = self.ours.labels
-        if labels["noise"] == "constant": return "bound alone"
-        return "noise alone" if labels["bound"] == "constant" else "both"
+        return "both" if ", " in self.arm else f"{self.arm.split()[0]} alone"
     @property
     def arm(self)->str:
         "What is changed, in words."
-        labels = self.ours.labels
-        noise, bound = f"noise {labels['noise']}", f"bound {labels['bound']}"
-        words = {"noise alone": noise, "bound alone": bound}
-        return words.get(self.part, f"{noise}, {bound}")
+        said = self.ours.labels
+        return ", ".join(f"{n} {said[n]}" for n in ("noise", "bound") if said[n] != "constant")
     @property
     def answer(self)->str: # `HOLDS`, `REFUTED` or `INCONCLUSIVE`
         "Whether the change helps."
@@ -72,14 +69,16 @@ def _span(values): # "-2.1 to +0.3"
     return f"{low:+.2f}" if len(values) == 1 else f"{low:+.2f} to {high:+.2f}"
 
 def _tally(of)->str:
-    sides = {word: sum(c.answer == word for c in of) for word in (HOLDS, REFUTED)}
+    better, worse = (sum(c.answer == word for c in of) for word in (HOLDS, REFUTED))
     return (f"{_span([c.paired.mean for c in of])} points in {counted(len(of), 'comparison')}: "
-        f"better in {sides[HOLDS]}, worse in {sides[REFUTED]}")
+        f"better in {better}, worse in {worse}")
 
 def _answer(of)->str:
     answers = {c.answer for c in of}
     if answers == {HOLDS}: return HOLDS
     return REFUTED if REFUTED in answers and HOLDS not in answers else INCONCLUSIVE
+
+def _title(comparison): return SETTINGS[comparison.ours.labels["setting"]].title
 
 def arm_verdicts(
     comparisons:list, # From `compare_arms`
@@ -89,7 +88,7 @@ def arm_verdicts(
     for c in comparisons: groups.setdefault((PARTS.index(c.part), c.arm), []).append(c)
     return [Verdict(claim=f"{arm} is more accurate than constant noise with a constant bound",
             answer=_answer(of), why=_tally(of),
-            where=listed(list(dict.fromkeys(c.ours.labels["setting"] for c in of))))
+            where=listed(list(dict.fromkeys(map(_title, of)))))
         for (_, arm), of in sorted(groups.items(), key=lambda item: item[0][0])]
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #43930b56
@@ -110,11 +109,10 @@ def _costs(of)->str:
     slower = [c for c in worse
         if c.ours.spec["learning_rate"] < c.theirs.spec["learning_rate"]]
     close = [c for c in of if c.answer != REFUTED and abs(c.paired.mean) <= _SMALL]
-    said = worst.ours.labels
     return (f"Decay costs accuracy in {len(worse)} of them, up to {-worst.paired.mean:.1f} points "
-        f"({worst.arm} on {said['setting']} at ε = {said['epsilon']:g}), with a smaller learning "
-        f"rate chosen in {len(slower)}; of the others {len(close)} differ by {_SMALL:g} points or "
-        f"less, and {len(of) - len(worse) - len(close)} are not decided.")
+        f"({worst.arm} on {_title(worst)} at ε = {worst.ours.labels['epsilon']:g}), with a "
+        f"smaller learning rate chosen in {len(slower)}; of the others {len(close)} differ by "
+        f"{_SMALL:g} points or less, and {len(of) - len(worse) - len(close)} are not decided.")
 
 DECAYS = ("linear", "time", "step 0.5", "step 0.75", "step 0.9") # Noise that falls
 
