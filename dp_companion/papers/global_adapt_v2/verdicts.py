@@ -181,7 +181,7 @@ def _spends_its_epsilon(pool):
 _RISE = 1.05 # A loss has risen, or an accuracy fallen, by more than this factor
 
 def by_run(
-    records, # RunRecords
+    records, # Of one accounting
     metric:str, # Of an epoch
     method:str, # Whose runs
 )->pd.DataFrame: # A row a seed, a column an epoch; empty where nothing ran
