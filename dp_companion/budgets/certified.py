@@ -68,6 +68,10 @@ def _loss_width(event):
     if full < 700: return math.log1p(q*math.expm1(full)) - math.log1p(-q)
     return full + math.log(q) - math.log1p(-q)
 
+def _loss_spread(event):
+    "Standard deviation of one release's privacy loss, for small q."
+    return event.sample_rate*math.sqrt(math.expm1(min(event.noise_multiplier**-2, 700)))
+
 # %% ../../nbs/budgets/certified.ipynb #9fa7ca36
 def grid_interval(
     events:Iterable[MechanismEvent], # What ran, or will run
@@ -75,9 +79,11 @@ def grid_interval(
     delta:float, # Target delta, in (0, 1)
     points:int=100_000, # How many grid points single releases may take together
 )->float: # Spacing of the grid of losses (nats); > 0
-    "Grid spacing from the scale of epsilon."
+    "Grid spacing from the scales of epsilon and of the losses."
+    events = composable(events)
     scale = rdp_to_epsilon(rdp_of_events(events), delta=delta).epsilon
-    return max(2e-5*scale, sum(map(_loss_width, events))/points)
+    share, spread = sum(map(_loss_width, events))/points, min(map(_loss_spread, events), default=0)
+    return max(2e-5*scale, share/10, min(share, spread/10))
 
 # %% ../../nbs/budgets/certified.ipynb #ad255e86
 def composable(
@@ -147,7 +153,7 @@ def _instead(bound, reason):
 # %% ../../nbs/budgets/certified.ipynb #a504ff49
 def _on_grid(events, scale, bound, delta, neighbouring_relation):
     "Epsilon by PLD, unless `bound` is better; `scale` has events whose losses set the grid."
-    interval = grid_interval(composable(scale), delta=delta)
+    interval = grid_interval(scale, delta=delta)
     found = math.inf
     if interval < math.inf:
         found = pld_epsilon(events, delta=delta, interval=interval,

@@ -191,7 +191,7 @@ def _balls_in_bins(events, delta, relation):
     "Lower and upper bound for balls in bins."
     lower, most = _by_largest(events, delta, 1., 0.), _cyclic(events, delta, 1.)
     if min(e.noise_multiplier for e in events) < .5: return lower, most # too wide for a grid
-    interval = grid_interval(composable(events), delta=delta)
+    interval = grid_interval(events, delta=delta)
     parts = [(_distribution(interval, *_balls_profiles(e, interval)), _epochs(e, math.ceil))
              for e in composable(events)]
     return lower, min(most, _total(parts, interval, delta))

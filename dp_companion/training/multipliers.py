@@ -11,7 +11,7 @@ from pathlib import Path
 from joblib import Parallel, delayed
 from tqdm import tqdm
 from ..algorithms.clipping import joint_event
-from ..budgets.certified import calibrate, grid_interval, pld_epsilon, composable
+from ..budgets.certified import calibrate, grid_interval, pld_epsilon
 from ..budgets.events import gaussian_events
 from ..budgets.rdp import calibrate_noise_multiplier
 from ..budgets.schedules import PoissonPlan, Schedule
@@ -34,14 +34,9 @@ _TOLERANCE = 2e-3 # Certified epsilon is under its target by about this share at
 
 _LEAST_SPENT = .98 # Of the target, by the grid of the final certificate
 
-def _epsilon_on(
-    times:int, # 1 for the grid of `certify`; 10 for one ten times coarser and much faster
-    events:tuple, # What will run
-    delta:float, # Target delta, in (0, 1)
-)->float: # Upper bound (nats); `inf` where PLD fails
-    "Epsilon by PLD on a grid."
-    return pld_epsilon(events, delta=delta, interval=times*grid_interval(composable(events),
-        delta=delta))
+def _epsilon_on(times, events, delta):
+    "Epsilon by PLD on the grid of `certify`, or on one `times` as coarse and much faster."
+    return pld_epsilon(events, delta=delta, interval=times*grid_interval(events, delta=delta))
 
 # %% ../../nbs/training/multipliers.ipynb #51facf52
 def _calibrate_spending(
@@ -71,7 +66,7 @@ def _calibrate_events(
     delta:float, # Target delta, in (0, 1)
     safe:float, # A multiplier that meets the target, by another accountant
 )->float: # Initial noise multiplier; the certified epsilon is never over the target
-    "The initial multiplier at which PLD certifies the target, found in a few of its evaluations."
+    "The initial multiplier at which PLD certifies the target."
     def spent(times): return lambda sigma: _epsilon_on(times, events_of(sigma), delta)
     sigma = _calibrate_spending(spent(10), target_epsilon, start=.92*safe, safe=safe)
     found = spent(1)(sigma)
@@ -90,7 +85,7 @@ def _certified_initial(
     delta:float, # Target delta, in (0, 1)
     count_noise:float|None=None, # Noise std of a rule's own count at every step; None: no count
 )->float: # Initial noise multiplier of the gradient
-    "The initial multiplier of a schedule at which the tighter accountant certifies the target."
+    "The initial multiplier of a schedule at which PLD certifies the target."
     def counted(event):
         return event if count_noise is None else joint_event(event, count_noise, "count")
     def events_of(sigma):

@@ -11,7 +11,7 @@ from .arms import SETTINGS
 from ..tables import made_with
 from ..verdicts import HOLDS, INCONCLUSIVE, REFUTED, Verdict
 from ...training.heads import HeadRecord
-from ...training.paired import Paired, counted, holm, listed, seeds_and_images
+from ...training.paired import Paired, counted, holm, seeds_and_images
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #7d4598ff
 PARTS = ("noise alone", "bound alone", "both")
@@ -86,9 +86,8 @@ def arm_verdicts(
     "Whether each change helps at the same certified epsilon."
     groups = {}
     for c in comparisons: groups.setdefault((PARTS.index(c.part), c.arm), []).append(c)
-    return [Verdict(claim=f"{arm} is more accurate than constant noise with a constant bound",
-            answer=_answer(of), why=_tally(of),
-            where=listed(list(dict.fromkeys(map(_title, of)))))
+    return [Verdict(claim=f"{arm} helps", answer=_answer(of), why=_tally(of),
+            where=counted(len(set(map(_title, of))), "data set"))
         for (_, arm), of in sorted(groups.items(), key=lambda item: item[0][0])]
 
 # %% ../../../nbs/papers/decay_at_equal_epsilon/verdicts.ipynb #43930b56
