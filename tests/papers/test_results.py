@@ -8,7 +8,7 @@ import pytest
 
 from dp_companion.budgets.certified import certify
 from dp_companion.budgets.events import MechanismEvent
-from dp_companion.budgets.schedules import PoissonPlan
+from dp_companion.budgets.schedules import Constant, PoissonPlan
 from dp_companion.papers.global_adapt_v2.grid import PROFILES
 from dp_companion.papers.adaptive_noise.grid import ADAPTIVE_PROFILES
 from dp_companion.papers.sad.grid import SAD_PROFILES
@@ -74,8 +74,10 @@ def test_gradients_have_the_noise_that_is_calibrated_today(specs):
     for spec, key in asked.items():
         is_loss = getattr(spec.method, "adapt_to", None) == "loss"
         today = shared_with_loss(found[key]) if is_loss else {"noise_multiplier": found[key]}
+        # Noise that changes was calibrated on a wider grid: up to 0.4 % more or less of it
+        near = 1e-6 if spec.accounting != "certified" or isinstance(key[0], Constant) else 4e-3
         for name, value in today.items():
-            assert getattr(spec.method, name) == pytest.approx(value, rel=1e-6), (spec.paper,
+            assert getattr(spec.method, name) == pytest.approx(value, rel=near), (spec.paper,
                 spec.method.name, spec.target_epsilon)
 
 
@@ -117,8 +119,7 @@ def test_the_sampler_of_24_bits_stays_within_the_target():
     for (_, target), r in found.items():
         events = [MechanismEvent(**e) for e in r.budget["events"]]
         assert all(math.ceil(e.sample_rate*grid)/grid > e.sample_rate for e in events)
-        spent = certify(
-            [replace(e, sample_rate=math.ceil(e.sample_rate*grid)/grid) for e in events],
-            delta=r.spec.delta, accountants=("pld",)
-        )["pld"].epsilon
-        assert r.budget["certified"]["pld"]["epsilon"] < spent <= target
+        drawn = [replace(e, sample_rate=math.ceil(e.sample_rate*grid)/grid) for e in events]
+        asked, spent = (certify(of, delta=r.spec.delta, accountants=("pld",))["pld"].epsilon
+                        for of in (events, drawn))
+        assert asked < spent <= target
