@@ -289,6 +289,10 @@ function numerics() {
   }
 
   // --- Privacy loss distributions (budgets/certified, budgets/risk) -----------------------
+  function lossSpread({sigma, q}) { // of one release, for small q
+    return q*sqrt(Math.expm1(Math.min(1/(sigma*sigma), 700)));
+  }
+
   function lossWidth({sigma, q}) {
     const full = (10.3*sigma + 0.5)/(sigma*sigma);
     if (q === 1) return 2*full;
@@ -508,7 +512,8 @@ function numerics() {
     if (rdp === 0) return by("RDP certifies 0");
     if (delta < 1e-10) return by("PLD is not used below delta = 1e-10");
     const widths = sum(few.map(lossWidth)), scale = rdpEpsilon(few, delta).epsilon;
-    const h = Math.max(2e-5*scale, widths/100000);
+    const share = widths/100000, spread = Math.min(...few.map(lossSpread));
+    const h = Math.max(2e-5*scale, share/10, Math.min(share, spread/10));
     const both = composedLosses(few, h);
     const found = both ? Math.max(...both.map(l => epsilonOf(l, delta - 1e-12))) : Infinity;
     if (!(found <= rdp)) return by(`PLD gives more on a grid of ${h.toPrecision(2)}`);
