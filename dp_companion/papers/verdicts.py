@@ -106,7 +106,7 @@ class Difference:
     "A mean difference over seeds."
     label:str # What is compared
     mean:float # In the unit of the values
-    half:float # Half of the 95 % interval; NaN for one seed
+    half:float # Of the 95 % interval; NaN where there is none
     seeds:int # How many are common
 
 # %% ../../nbs/papers/verdicts.ipynb #8132975a
@@ -116,7 +116,7 @@ def over_seeds(
 )->Difference:
     "The mean with its 95 % interval."
     n, half = len(values), math.nan
-    if n > 1: half = student_t.ppf(.975, n - 1)*np.std(values, ddof=1)/math.sqrt(n)
+    if n > 1: half = student_t.ppf(.975, n - 1)*np.std(values, ddof=1)/math.sqrt(n) or half
     return Difference(label=label, mean=float(np.mean(values)), half=float(half), seeds=n)
 
 # %% ../../nbs/papers/verdicts.ipynb #a67f55a2
@@ -146,10 +146,10 @@ def differences_of(
 def _interval_text(
     difference:Difference,
     digits:int=1, # After the point
-)->str: # Mean and interval
+)->str:
     "The mean, and its 95 % interval in brackets."
     d, n = difference, digits
-    if math.isnan(d.half): return f"{d.mean:+.{n}f} (one seed)"
+    if math.isnan(d.half): return f"{d.mean:+.{n}f} (no interval)"
     return f"{d.mean:+.{n}f} [{d.mean - d.half:+.{n}f}, {d.mean + d.half:+.{n}f}]"
 
 # %% ../../nbs/papers/verdicts.ipynb #673b8f33

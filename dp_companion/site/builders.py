@@ -26,7 +26,7 @@ from .tooltips import explain_terms, glossary_terms
 _KERNEL = {"name": "python3", "display_name": "python3", "language": "python"}
 
 def write_file(
-    path:Path, # The file; its folder is made if there is none
+    path:Path, # The file
     text:str, # All of it
 )->None:
     "Write a text file with its folder."
@@ -35,7 +35,7 @@ def write_file(
 
 def copy_file(
     source:Path, # What to copy
-    path:Path, # Where; its folder is made if there is none
+    path:Path, # Where
 )->None:
     "Copy a file with its folder."
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,12 +63,12 @@ def download(
     return json.dumps(nb, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 # %% ../../nbs/site/builders.ipynb #2bab4305
-def _copy_looks(root, folder):
-    "Copy the style sheet, the icon and the copy buttons; their names."
-    names = [name for name in ("styles.css", "favicon.svg", "copy_buttons.js")
-             if (root/"nbs"/name).is_file()]
-    for name in names: copy_file(root/"nbs"/name, folder/name)
-    return names
+def _copy_files(draft, folder):
+    "Copy the files to download, the style sheet, the icon and the copy buttons; the looks' names."
+    looks = {name: file for name in ("styles.css", "favicon.svg", "copy_buttons.js")
+             if (file := draft.inputs.root/"nbs"/name).is_file()}
+    for name, file in (draft.site.files | looks).items(): copy_file(file, folder/name)
+    return [*looks]
 
 def _script_cells(draft, page):
     "The page's own JavaScript, `nbs/<page>.js`."
@@ -142,14 +142,18 @@ def _runs(draft, page, said):
     return _stored(draft, f"{place}/{best[0]}" if len(best) == 1 else place)
 
 def _with_links(draft, page, text):
-    "A verdict box whose claims link to their derivation, runs and command."
-    def linked(line):
-        claim, _, said = re.match(r"- (.*?)(; .*?)?: (.*)", line[0]).groups()
-        links = {"derivation": _derivation(draft, page, claim),
-                 "runs": _runs(draft, page, said) or "#rerun", "command": "#rerun"}
-        return f"{line[0]} – " + " · ".join(f"[{k}]({url})" for k, url in links.items())
-    if "/experiments/" not in page or "::: {.callout-" not in text: return text
-    return re.sub("^- .*?: .*$", linked, text, flags=re.M)
+    "A verdict box whose claims link to derivation, runs and command, once where all are alike."
+    def links(line):
+        claim, _, said = re.match(r"- (.*?)(; .*?)?: (.*)", line).groups()
+        source, runs = _derivation(draft, page, claim), _runs(draft, page, said) or "#rerun"
+        return f"[derivation]({source}) · [runs]({runs}) · [command](#rerun)"
+    def linked(claims):
+        said = {line: links(line) for line in claims[0].splitlines()}
+        shared = {*said.values()}
+        if len(shared) == 1 < len(said): return f"{claims[0]}\nAll of these: {shared.pop()}\n"
+        return "".join(f"{line} – {to}\n" for line, to in said.items())
+    if "/experiments/" not in page: return text
+    return re.sub(r'(?<="}\n)(- .*\n)+', linked, text)
 
 # %% ../../nbs/site/builders.ipynb #450acae9
 def _quarto_cells(draft, page):
@@ -181,8 +185,7 @@ def write_quarto(
         write_file(folder/f"_files/nbs/{page}.ipynb", download(draft.executed(page)))
     for page, text in draft.api.items():
         write_file(folder/f"{page}.md", link_up(text, page, draft.site))
-    for stored, file in draft.site.files.items(): copy_file(file, folder/stored)
-    _copy_looks(draft.inputs.root, folder)
+    _copy_files(draft, folder)
     config = yaml.safe_dump(_quarto_config(draft), sort_keys=False, allow_unicode=True)
     write_file(folder/"_quarto.yml", config)
 
@@ -282,7 +285,7 @@ def write_sphinx(
     folder:Path, # Where the project goes
 )->None:
     "Write the Sphinx project: the same pages in MyST's dialect, and `conf.py`."
-    conf = _sphinx_conf(draft.inputs, _copy_looks(draft.inputs.root, folder))
+    conf = _sphinx_conf(draft.inputs, _copy_files(draft, folder))
     cells = {page: _sphinx_cells(draft, page) for page in draft.pages}
     cite = to_myst(cite_box(draft.inputs.cff), "index") if draft.inputs.cff else ""
     cells["index"].append(markdown_cell(cite))
@@ -294,7 +297,6 @@ def write_sphinx(
     for page, text in draft.api.items():
         text = to_myst(link_up(text, page, draft.site), page) + "\n\n" + ends.get(page, "")
         write_file(folder/f"{page}.md", text)
-    for stored, file in draft.site.files.items(): copy_file(file, folder/stored)
     lines = [f"{key} = {value!r}\n" for key, value in conf.items()]
     write_file(folder/"conf.py", "".join(lines))
 
@@ -334,7 +336,7 @@ def run_sphinx(
         "-d", folder/"_doctrees", "-w", log, folder, folder/"_html/pages"], capture_output=True,
         text=True)
     if process.returncode:
-        said = process.stderr.split("\n") if process.stderr else ["no reason given"]
+        said = (process.stderr or "no reason given").split("\n")
         raise SiteError(f"Sphinx stopped with status {process.returncode}: {' '.join(said[-4:])}")
     warnings = log.read_text(encoding="utf-8") if log.is_file() else ""
     broken = _broken_places(warnings, folder)

@@ -67,7 +67,7 @@ def test_k_1_records_on_mnist_give_no_verdict():
     pools = {at: of for at, of in pools_of("global_adapt_v2").items()
              if at[:2] == ("mnist", "as_printed") and at[2] < 100}
     assert sum(map(len, pools.values())) > 50
-    assert all(v.claim.startswith("Every setting stays within")
+    assert all(v.claim.startswith("No setting spends more")
                for v in global_adapt.judge(CLAIMS, pools))
 
 

@@ -402,6 +402,11 @@ BOX = """::: {.callout-tip title="Holds"}
 - No noise: yes (MNIST (digits))
 :::
 
+::: {.callout-important title="Refuted"}
+- All is noise: no (digits)
+- All is signal: no (digits)
+:::
+
 Digits: 3 seeds."""
 
 
@@ -454,6 +459,9 @@ def test_terms_are_explained_once_and_a_page_names_its_origin(clone):
          "command": "#rerun"},
         {"derivation": "../verdicts.html#sums", "runs": f"{runs}/mnist", "command": "#rerun"},
         {"derivation": "../verdicts.html#sums", "runs": "#rerun", "command": "#rerun"}]
+    shared = text.split("All of these:")[1].split("</p>")[0] # links that its claims share
+    assert re.findall('href="(.*?)">(\\w+)</a>', shared) == [
+        ("../verdicts.html#sums", "derivation"), ("#rerun", "runs"), ("#rerun", "command")]
     assert text.index("This page:") < text.index("The rest.") # Below the verdict box
     assert "This page:" not in (out/"index.html").read_text()
 

@@ -33,8 +33,8 @@ def outside_regime(
     "Why runs are too short to judge how many epochs are saved."
     least = min((r.spec.epochs for r in records), default=_EVALUATIONS)
     if least >= _EVALUATIONS: return ""
-    return (f"outside the claim's regime: {least} epochs a run, where 15 % fewer epochs need "
-        f"at least {_EVALUATIONS}")
+    return (f"outside the claim's regime: runs have {least} epochs; judging 15 % fewer needs "
+        f"{_EVALUATIONS}")
 
 def _saves_epochs(
     cells:dict, # Target to (adaptive, constant): RunRecords each
@@ -48,7 +48,7 @@ def _saves_epochs(
     fewer = sum(s > 0 for s in reached)
     why = (f"it reaches DP-SGD's last accuracy in {len(reached)} of {counted(len(saved), 'run')}, "
         f"with fewer epochs in {fewer}")
-    if reached: why += f" ({100*np.mean(reached):.0f} % fewer on average where it does)"
+    if reached: why += f" (on average {100*np.mean(reached):.0f} % fewer)"
     if len(saved) < 2: return INCONCLUSIVE, why
     return HOLDS if fewer == len(saved) else INCONCLUSIVE if fewer else REFUTED, why
 
@@ -77,9 +77,8 @@ def filter_holds(
     if not adapted: return INCONCLUSIVE, "not run"
     spent = [max(e["filter_reading"] for e in r.epochs)/r.spec.target_epsilon for r in adapted]
     over = sum(s > 1 for s in spent)
-    why = (f"{over} of {counted(len(adapted), 'run')} passed the target; they spent "
-        f"{min(spent):.0%} "
-        f"to {max(spent):.0%} of it")
+    why = (f"{over} of {counted(len(adapted), 'run')} passed the target; each spent "
+        f"{min(spent):.0%} to {max(spent):.0%} of it")
     return REFUTED if over else HOLDS, why
 
 def ended_early(

@@ -109,9 +109,9 @@ def _costs(of)->str:
         if c.ours.spec["learning_rate"] < c.theirs.spec["learning_rate"]]
     close = [c for c in of if c.answer != REFUTED and abs(c.paired.mean) <= _SMALL]
     return (f"Decay costs accuracy in {len(worse)} of them, up to {-worst.paired.mean:.1f} points "
-        f"({worst.arm} on {_title(worst)} at ε = {worst.ours.labels['epsilon']:g}), with a "
-        f"smaller learning rate chosen in {len(slower)}; of the others {len(close)} differ by "
-        f"{_SMALL:g} points or less, and {len(of) - len(worse) - len(close)} are not decided.")
+        f"({worst.arm} on {_title(worst)} at ε = {worst.ours.labels['epsilon']:g}); "
+        f"{len(slower)} of these chose a smaller learning rate. Of the others {len(close)} differ "
+        f"by {_SMALL:g} points or less, and {len(of) - len(worse) - len(close)} are not decided.")
 
 DECAYS = ("linear", "time", "step 0.5", "step 0.75", "step 0.9") # Noise that falls
 

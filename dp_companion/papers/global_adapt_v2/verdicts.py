@@ -74,12 +74,12 @@ def printed_words(
         for _, row in summarise(records).iterrows())
 
 def _reached(row, said):
-    beside = "" if said is None else f"the paper: {said:.2f} %, "
+    beside = "" if said is None else f"; the paper: {said:.2f} %"
     certified = row[["certified_rdp", "certified_pld"]].min()
-    return (f"{short_name(row['method'])} reaches {row['mean']:.2f} % ({beside}"
-        f"{counted(row['seeds'], 'seed')}) at a printed ε of {row['target_epsilon']:g}, with noise "
-        f"that is certified only for ε = {epsilon_text(certified)} and attacked for at least "
-        f"{epsilon_text(row['empirical'])}")
+    return (f"{short_name(row['method'])} reaches {row['mean']:.2f} % "
+        f"({counted(row['seeds'], 'seed')}{beside}) at a printed ε of {row['target_epsilon']:g}, "
+        f"with noise that is certified only for ε = {epsilon_text(certified)} (an attack reaches "
+        f"{epsilon_text(row['empirical'])})")
 
 def difference_words(
     differences, # Of one pair of methods
@@ -221,7 +221,7 @@ def extreme(
         nearest = min((m for m in mean if m != method), key=lambda m: sign*mean[m])
         why = ", ".join(f"{short_name(m)} {mean[m]:.{digits}f}"
             for m in (method, *(beyond or [nearest])))
-        return answer_of(house_words(said)), why
+        return answer_of(house_words(said)), why + said.partition("inconclusive")[2]
     return judge
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #951312f5
@@ -252,7 +252,7 @@ def accuracy_claims(
             above(STEP, (PLAIN,))))
 
 UTILITY_CLAIMS = (
-    Claim("Every setting stays within the ε that it is for", _spends_its_epsilon, False,
+    Claim("No setting spends more than the ε printed for it", _spends_its_epsilon, False,
         ("as_printed",)),
     *accuracy_claims(("Table 4", "Table 13")),
     Claim("Auto-S, DP-PSAC and Global are no better than DP-SGD (abstract)",
@@ -333,8 +333,8 @@ def larger_is_better(
     if not steps: return INCONCLUSIVE, "no two settings above chance were run"
     up = sum(compared(cells[b], cells[a], _accuracy)[0] == "above" for a, b in steps)
     down = sum(compared(cells[b], cells[a], _accuracy, len(steps))[0] == "below" for a, b in steps)
-    why = (f"of {counted(len(steps), 'step')} between settings above chance {up} are significant "
-        f"rises, {down} significant falls")
+    why = (f"of {counted(len(steps), 'pair')} of neighbours, not both at chance, {up} are "
+        f"significant rises, {down} significant falls")
     return REFUTED if down else HOLDS if up == len(steps) else INCONCLUSIVE, why
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #39618788

@@ -92,7 +92,7 @@ def rises_at_once(
     shares = {g: [_first_share(r, g) for r in records] for g in ("minority", "majority")}
     early = [share > even for share in shares["minority"]]
     why = (f"after one epoch the minority group has {100*np.mean(shares['minority']):.0f} % of its "
-        f"final accuracy, the majority {100*np.mean(shares['majority']):.0f} %; an even rise is "
-        f"{100*even:.0f} %, which {sum(early)} of {len(early)} runs exceed")
+        f"final accuracy, the majority {100*np.mean(shares['majority']):.0f} %; "
+        f"{sum(early)} of {len(early)} runs exceed the {100*even:.0f} % of an even rise")
     if len(records) < 2: return INCONCLUSIVE, why
     return HOLDS if all(early) else INCONCLUSIVE if any(early) else REFUTED, why
