@@ -277,13 +277,13 @@ class StepFinding(Finding):
     nonprivate_loop:LoopFinding|None = None # Through the user's loop, if given
 
     def __str__(self)->str: # A sentence, or two
-        rest = ("; clipping and batches were not attacked: give audit your loop, as "
-            "loop=one_pass." if self.nonprivate_loop is None else f". {self.nonprivate_loop}")
+        rest = ("Clipping and batches were not attacked: give audit your loop, as "
+            "loop=one_pass." if self.nonprivate_loop is None else self.nonprivate_loop)
         return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the "
-            f"noise of the loop's own step: {self.steps} steps on empty batches; of "
-            f"{self.parameters} parameters the least noisy has {self.noise:.3g} times the "
-            "accounted noise, "
-            f"{'new in every step' if self.is_new else 'the same in two steps'}{rest}")
+            f"noise of the loop's own step: {self.steps} steps on empty batches. "
+            f"Each of {self.parameters} parameters has at least {self.noise:.3g} times the "
+            f"accounted noise, {'new in every step' if self.is_new else 'the same in two steps'}. "
+            f"{rest}")
 
 def _least_noise(found:list, alpha:float)->float: # In [0, 1]
     "The least noise of a parameter over the accounted, from above with probability 1 - alpha."

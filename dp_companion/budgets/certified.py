@@ -77,7 +77,7 @@ def grid_interval(
     events:Iterable[MechanismEvent], # What ran, or will run
     *,
     delta:float, # Target delta, in (0, 1)
-    points:int=100_000, # How many grid points single releases may take together
+    points:int=100_000, # Grid points of all single releases; up to ten times as many if narrow
 )->float: # Spacing of the grid of losses (nats); > 0
     "Grid spacing from the scales of epsilon and of the losses."
     events = composable(events)
@@ -243,7 +243,8 @@ def verdict_of(
                 else f"The claim is {claimed:.4g}; nothing is certified.")
     if claimed < certified:
         return f"The claim is {claimed:.4g}; what is certified is {certified:.4g}."
-    return f"What is certified is {certified:.4g}."
+    holds = "" if math.isnan(claimed) else f"The claim of {claimed:.4g} holds: "
+    return f"{holds}ε = {certified:.4g} is certified."
 
 # %% ../../nbs/budgets/certified.ipynb #4e660b39
 class _Spoken:
@@ -407,10 +408,9 @@ def statement(self:BudgetReport)->str: # For a model card, or a privacy reviewer
     known = {"secure": "keyed by the operating system", "seeded": "seeded, for experiments only"}
     source = known.get(self.noise_source, self.noise_source or "source not recorded")
     return (f"The training is ({self.epsilon:.4g}, {self.delta:g})-differentially private "
-            f"(μ = {self.risk.mu:.3g} in Gaussian differential privacy) where "
+            f"(Gaussian DP with μ = {self.risk.mu:.3g}, at error rates of 1e-6 or more) where "
             f"neighbouring data sets {_neighbours(self)}. "
-            f"{name.upper()} certifies this for {run}. "
-            f"Noise: {source}. "
+            f"{name.upper()} certifies this for {run}. Noise: {source}. "
             f"Tuning: {self.tuning or 'not counted; this is the budget of one run.'} "
             "Not covered: other releases from the same data, records that stand in the data more "
             "than once, and what the training code prints of raw data.")

@@ -322,18 +322,20 @@ class Risk:
             f"Upper bounds for any attack; neighbours: {relation}.",
             f"True-positive rate by false-positive rate: {', '.join(rates)}.",
             f"Advantage: {self.advantage:.3g}.",
-            f"Right about {right:.1%} of targets, of which {self.base_rate:.0%} were in the data.",
+            f"Guesses {right:.1%} of targets if {self.base_rate:.0%} of them were in the data.",
             f"One of {self.candidates} records named with probability {self.reconstruction:.3g}.",
-            f"Gaussian DP: mu = {self.mu:.4g}, with a gap of {self.gap:.2g}."))
+            f"Gaussian DP: mu = {self.mu:.4g} at error rates of 1e-6 or more, with a gap of "
+            f"{self.gap:.2g}."))
 
     @property
     def in_short(self)->str: # One sentence
         "What a report says."
         rates = ", ".join(f"{tpr:.3g} at {fpr:g}" for fpr, tpr in self.true_positive_rate.items())
         return (f"Any attack, at most: true-positive rate {rates} false positives; advantage "
-                f"{self.advantage:.3g}; right about {1 - self.bayes_risk:.1%} of targets, of which "
-                f"{self.base_rate:.0%} were in the data; one of {self.candidates} records named "
-                f"with probability {self.reconstruction:.3g}; μ = {self.mu:.3g}.")
+                f"{self.advantage:.3g}; guesses {1 - self.bayes_risk:.1%} of targets if "
+                f"{self.base_rate:.0%} of them were in the data; one of {self.candidates} records "
+                f"named with probability {self.reconstruction:.3g}; μ = {self.mu:.3g} at error "
+                "rates of 1e-6 or more.")
 
 # %% ../../nbs/budgets/risk.ipynb #6dbe1efc
 def risk_of(

@@ -27,8 +27,7 @@ class _Line:
     "What the front page says of one paper."
     paper:str # Its short name
     ran:str # Method, data and noise, in a few words
-    page:str # Below nbs/: where the runs are shown
-    privacy:str # Below nbs/: where its epsilon is judged
+    page:str # Below nbs/: where the runs are shown, and judged
     claimed:float # By the paper's formula on the run (nats); NaN where there is none
     certified:float # Upper bound; `inf` where nothing is certified
     attacked:float # Lower bound; NaN where no attack ran
@@ -76,8 +75,7 @@ def _global_adapt_v2():
     found = _epsilons(_on("global_adapt_v2", "mnist"), STEP, accounting="as_printed",
                       target_epsilon=1.)
     return _Line(paper="global_adapt_v2", ran="step decay, ε = 1, MNIST", accuracy=verdict,
-                 page="papers/global_adapt_v2/experiments/utility.ipynb",
-                 privacy="papers/global_adapt_v2/experiments/utility.ipynb", **found)
+                 page="papers/global_adapt_v2/experiments/utility.ipynb", **found)
 
 def _sad():
     "Stages on HAM10000."
@@ -86,7 +84,6 @@ def _sad():
     verdict = judge_sad(runs, size, (3., 8., 16.), "HAM10000")[0]
     return _Line(paper="sad", ran="stages, HAM10000 features, per image", accuracy=verdict,
                  page="papers/sad/experiments/skin_lesions.ipynb",
-                 privacy="papers/sad/experiments/skin_lesions.ipynb",
                  **_epsilons(runs, "SAD-DPSGD", **SAD_METHODS["SAD-DPSGD"], target_epsilon=3.))
 
 # %% ../../nbs/site/scorecard.ipynb #5c00000c
@@ -96,7 +93,6 @@ def _adaptive_noise():
     verdict = judge_adaptive(runs, [method], (.5, 1., 3., 10.), "CIFAR-10")[0]
     return _Line(paper="adaptive_noise", ran="noise by gradient, ε = 1, CIFAR-10 features",
                  page="papers/adaptive_noise/experiments/convergence.ipynb",
-                 privacy="papers/audited_claims.ipynb",
                  accuracy=replace(verdict, claim="it beats constant noise at every ε"),
                  **_epsilons(runs, method, target_epsilon=1.))
 
@@ -107,7 +103,6 @@ def _sanitization():
     return _Line(paper="sanitization", ran="noise at one layer, MNIST, a short training",
                  accuracy=replace(verdict, claim="Frozen, our certified variant, beats DP-SGD"),
                  page="papers/sanitization/experiments/tables.ipynb",
-                 privacy="papers/sanitization/experiments/tables.ipynb",
                  **_epsilons(runs, "Sanitization", layer_width=size.width, layer_clip=size.clip))
 
 # %% ../../nbs/site/scorecard.ipynb #5c00000d
@@ -126,7 +121,7 @@ def scorecard_table(
 
 def _row(line):
     three = " | ".join(map(epsilon_text, (line.claimed, line.certified, line.attacked)))
-    privacy = f"{_word(line.answer, line.privacy)}: {line.reason}"
+    privacy = f"{_word(line.answer, line.page)}: {line.reason}"
     accuracy = f"{line.accuracy.claim}: {_word(line.accuracy.answer, line.page)}"
     return f"| [{line.paper}]({line.page}) {line.ran} | {three} | {privacy} | {accuracy} |"
 

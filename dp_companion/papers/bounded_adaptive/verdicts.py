@@ -11,7 +11,7 @@ from ..verdicts import above_at_all, judged
 
 # %% ../../../nbs/papers/bounded_adaptive/verdicts.ipynb #603caa87
 _CLAIMS = {
-    "A bound that follows a quantile lowers the minority's accuracy, beside a constant bound":
+    "A constant bound gives the minority more accuracy than one that follows a quantile":
         ("DP-SGD", "Adaptive"),
     "A floor under that bound raises the minority's accuracy":
         ("Bounded adaptive", "Adaptive"),

@@ -103,15 +103,16 @@ def _helps(of)->str:
 
 def _costs(of)->str:
     worse = [c for c in of if c.answer == REFUTED]
-    if not worse: return "No decay is worse than constant noise either."
+    if not worse: return "No decay is significantly worse either."
     worst = min(worse, key=lambda c: c.paired.mean)
     slower = [c for c in worse
         if c.ours.spec["learning_rate"] < c.theirs.spec["learning_rate"]]
-    close = [c for c in of if c.answer != REFUTED and abs(c.paired.mean) <= _SMALL]
+    others = [abs(c.paired.mean) for c in of if c.answer != REFUTED]
+    close = sum(gap <= _SMALL for gap in others)
     return (f"Decay costs accuracy in {len(worse)} of them, up to {-worst.paired.mean:.1f} points "
         f"({worst.arm} on {_title(worst)} at ε = {worst.ours.labels['epsilon']:g}); "
-        f"{len(slower)} of these chose a smaller learning rate. Of the others {len(close)} differ "
-        f"by {_SMALL:g} points or less, and {len(of) - len(worse) - len(close)} are not decided.")
+        f"in {len(slower)} of these its learning rate is smaller. Of the other {len(others)} "
+        f"comparisons, {close} differ by {_SMALL:g} points or less.")
 
 DECAYS = ("linear", "time", "step 0.5", "step 0.75", "step 0.9") # Noise that falls
 
