@@ -1,6 +1,7 @@
 "What an epsilon means: against riskcal, integrals, closed forms, attacks, and in its limits."
 import json
 import math
+import re
 import time
 from dataclasses import asdict
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import integrate, special
 
-from dp_companion.budgets.certified import _composed, calibrate, certify
+from dp_companion.budgets.certified import _composed, budget_report, calibrate, certify
 from dp_companion.budgets.events import MechanismEvent, gaussian_events
 from dp_companion.budgets.risk import (
     FALSE_POSITIVE_RATES, SMALLEST_RATE, Target, TradeOff, risk_of, trade_off)
@@ -241,3 +242,13 @@ def test_any_lines_are_a_bound():
     slopes, free = np.exp(curve.epsilons)[:, None], 1 - curve.deltas[:, None]
     lines = np.maximum(free - slopes*ALPHAS, (free - ALPHAS)/slopes)
     assert (curve(ALPHAS) <= np.maximum(0, lines.max(axis=0)) + 1e-12).all()
+
+
+def test_a_model_card_names_the_rates_of_its_mu():
+    report = budget_report([event(1.591, .05, 40)], delta=1e-5)
+    said = re.search(r"μ = (\S+), at error rates of (\S+) or more", report.statement())
+    mu, limit = map(float, said.groups())
+    curve = trade_off(report.events)
+    assert limit == SMALLEST_RATE and mu == pytest.approx(report.risk.mu, rel=2e-3)
+    assert curve(SMALLEST_RATE) >= gaussian_curve(report.risk.mu, SMALLEST_RATE)*(1 - 1e-9)
+    assert curve(SMALLEST_RATE/100) < gaussian_curve(report.risk.mu, SMALLEST_RATE/100) - 1e-9
