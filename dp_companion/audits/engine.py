@@ -280,8 +280,8 @@ class StepFinding(Finding):
         rest = ("Clipping and batches were not attacked: give audit your loop, as "
             "loop=one_pass." if self.nonprivate_loop is None else self.nonprivate_loop)
         return (f"The attack reached ε ≥ {self.epsilon:.3g} with {self.draws:,} draws, on the "
-            f"noise of the loop's own step: {self.steps} steps on empty batches. "
-            f"Each of {self.parameters} parameters has at least {self.noise:.3g} times the "
+            f"noise of the loop's own step: {self.steps} steps on empty batches. The "
+            f"least noisy of {self.parameters} parameters has at most {self.noise:.3g} times the "
             f"accounted noise, {'new in every step' if self.is_new else 'the same in two steps'}. "
             f"{rest}")
 
