@@ -392,24 +392,28 @@ def _load_vectors(
     name:str, # As in a `RunSpec`
     load, # The loader of its images
     extractor:str, # A key of `features.EXTRACTORS`
-)->Dataset: # Vectors (n, size, 1, 1)
+    side:int, # Of the maps that make up a vector, in pixels
+)->Dataset: # Vectors (n, size/side², side, side)
     "The public features of a data set, found or computed now, in its order."
     from dp_companion.training.features import load_features
     data = load(root)
     found = load_features(data, extractor, cache_root())
-    train, test = (torch.from_numpy(part).float()[:, :, None, None]
+    train, test = (torch.from_numpy(part).float().unflatten(1, (-1, side, side))
                    for part in (found.train, found.test))
     return replace(data, name=name, train_images=train, test_images=test, source=found.source)
 
 # %% ../../nbs/training/datasets.ipynb #bb4962e4
 _skin_160 = partial(_load_ham10000, side=160)
-_VECTORS = ( # Name, loader of the images, extractor
-    ("digits_scattering", load_digits, "small_scattering"),
-    ("mnist_scattering", _load_mnist, "scattering"),
-    ("cifar10_efficientnet", partial(_load_cifar, classes=10), "efficientnet_lite0"),
-    ("ham10000_efficientnet", _skin_160, "efficientnet_lite0_160"),
-    ("ham10000_by_image_efficientnet", partial(_skin_160, by="image"), "efficientnet_lite0_160"),
-    ("ham10000_lesions_efficientnet", partial(_skin_160, most=1), "efficientnet_lite0_160")
+_cifar10 = partial(_load_cifar, classes=10)
+_VECTORS = ( # Name, loader of the images, extractor, side of its maps
+    ("digits_scattering", load_digits, "small_scattering", 1),
+    ("digits_maps", load_digits, "small_scattering", 4),
+    ("mnist_scattering", _load_mnist, "scattering", 1),
+    ("cifar10_efficientnet", _cifar10, "efficientnet_lite0", 1),
+    ("cifar10_maps", _cifar10, "scaled_scattering", 8),
+    ("ham10000_efficientnet", _skin_160, "efficientnet_lite0_160", 1),
+    ("ham10000_by_image_efficientnet", partial(_skin_160, by="image"), "efficientnet_lite0_160", 1),
+    ("ham10000_lesions_efficientnet", partial(_skin_160, most=1), "efficientnet_lite0_160", 1)
 )
 # A data set name in a `RunSpec` to its loader
 DATASETS = {
@@ -419,7 +423,7 @@ DATASETS = {
     "two_digits": _load_two_digits,
     "mnist": _load_mnist,
     "unbalanced_mnist": partial(_load_unbalanced, load=_load_mnist, name="unbalanced_mnist"),
-    "cifar10": partial(_load_cifar, classes=10),
+    "cifar10": _cifar10,
     "cifar100": partial(_load_cifar, classes=100),
     "thinwall": _load_thinwall,
     "ham10000": _load_ham10000,
@@ -434,40 +438,31 @@ DATASETS = {
     "synthetic_melt_pool_small": partial(
         _load_synthetic_melt_pool, side=24, name="synthetic_melt_pool_small"
     ),
-    **{name: partial(_load_vectors, name=name, load=load, extractor=extractor)
-       for name, load, extractor in _VECTORS}
+    **{name: partial(_load_vectors, name=name, load=load, extractor=extractor, side=side)
+       for name, load, extractor, side in _VECTORS}
 }
 
 # %% ../../nbs/training/datasets.ipynb #59700c42
-_SKIN = [name for name in DATASETS if name.startswith("ham10000")]
-_CIFAR = ("cifar10", "cifar10_efficientnet")
-_MNIST = "MNIST/raw/train-images-idx3-ubyte"
-_PLACES = { # the files that a loader looks for, in this order
-    **dict.fromkeys(("mnist", "mnist_scattering", "unbalanced_mnist"), (_MNIST,)),
-    **dict.fromkeys(_CIFAR, ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10")),
-    "cifar100": ("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"),
-    "thinwall": ("Thinwall",), **dict.fromkeys(_SKIN, ("HAM10000",))
+def _cifar_to_get(archive, folder):
+    return (f"downloaded on first use, or put {archive} or {folder}/{{{{train,test}}}}/<class>/"
+            "*.jpg into {root}")
+
+_ON_DISK = { # Part of a data set's name to the places that its loader tries, and what to do
+    "mnist": (("MNIST/raw/train-images-idx3-ubyte",),
+        "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw"),
+    "cifar100": (("cifar-100-python", "cifar-100-python.tar.gz", "cifar100"),
+        _cifar_to_get("cifar-100-python.tar.gz", "cifar100")),
+    "cifar10": (("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10"),
+        _cifar_to_get("cifar-10-python.tar.gz", "cifar10")),
+    "thinwall": (("Thinwall",), "put its frames and their table into {root}/Thinwall (Zamiela et "
+        "al. 2023); not downloadable here"),
+    "ham10000": (("HAM10000",), "put its folder of images and HAM10000_metadata.csv into "
+        "{root}/HAM10000 (Harvard Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here")
 }
-_TO_GET = {
-    **dict.fromkeys(
-        ("mnist", "mnist_scattering", "unbalanced_mnist"),
-        "downloaded on first use, or put MNIST's four -ubyte files into {root}/MNIST/raw"
-    ),
-    **dict.fromkeys(
-        _CIFAR,
-        "downloaded on first use, or put cifar-10-python.tar.gz or "
-        "cifar10/{{train,test}}/<class>/*.jpg into {root}"
-    ),
-    "cifar100": "downloaded on first use, or put cifar-100-python.tar.gz or "
-                "cifar100/{{train,test}}/<class>/*.jpg into {root}",
-    "thinwall": "put its frames and their table into {root}/Thinwall (Zamiela et al. 2023); not "
-                "downloadable here",
-    **dict.fromkeys(
-        _SKIN,
-        "put its folder of images and HAM10000_metadata.csv into {root}/HAM10000 (Harvard "
-        "Dataverse, doi 10.7910/DVN/DBW86T); not downloadable here"
-    )
-}
+
+def _on_disk(name):
+    "Places and advice for a data set that is read from disk; None for the others."
+    return next((said for part, said in _ON_DISK.items() if part in name), None)
 
 # %% ../../nbs/training/datasets.ipynb #56715df4
 def where(
@@ -477,11 +472,12 @@ def where(
     require_known("dataset", name, sorted(DATASETS))
     if "digits" in name: return "bundled with scikit-learn"
     if "synthetic" in name: return "drawn from a formula on each use; SYNTHETIC, no measurement"
-    for place in _PLACES[name]:
+    places, to_get = _on_disk(name)
+    for place in places:
         path = data_root()/place
         if not path.exists(): continue
         return f"at hand in {path.parent if path.name.endswith('ubyte') else path}"
-    return f"not at hand: {_TO_GET[name].format(root=data_root())}"
+    return f"not at hand: {to_get.format(root=data_root())}"
 
 # %% ../../nbs/training/datasets.ipynb #4a7f4edc
 def _turn():
@@ -500,4 +496,4 @@ def load_dataset(
 )->Dataset: # The data set in memory
     "The named data set."
     require_known("dataset", name, sorted(DATASETS))
-    with _turn() if name in _PLACES else nullcontext(): return DATASETS[name](root)
+    with _turn() if _on_disk(name) else nullcontext(): return DATASETS[name](root)

@@ -66,19 +66,28 @@ def _renamed_harmonics():
     finally: del scipy.special.sph_harm
 
 # %% ../../nbs/training/features.ipynb #ad549c3c
+def _pink(side:int, count:int=1000)->Tensor: # (count, side, side) float32
+    "Noise of variance 1 whose amplitudes fall as 1/f; twice as large before it is cut."
+    f = np.hypot(*np.meshgrid(*[np.fft.fftfreq(2*side)]*2))
+    noise = np.fft.fft2(np.random.default_rng(0).standard_normal((count, *f.shape)))
+    images = np.fft.ifft2(noise/np.maximum(f, f[0, 1])).real[:, :side, :side]
+    return torch.from_numpy(images/images.std()).float().contiguous()
+
 def _scattering(
     side:int, # Of the image, in pixels
     scales:int, # J
     groups:int, # Of the normalisation
     standardised:bool=False, # Colours, by the public constants
+    scaled:bool=False, # Maps, by their scales on pink noise
 ): # Pixels (batch, channels, side, side) -> features (batch, size)
     "Scattering maps, normalised by image."
     with _renamed_harmonics(): kymatio = _extra("kymatio.torch")
     transform = kymatio.Scattering2D(J=scales, shape=(side, side), L=8)
+    scale = transform(_pink(side)).std((0, 2, 3))[:, None, None] if scaled else 1.
     mean, std = (torch.tensor(c)[:, None, None] for c in (RGB_MEAN, RGB_STD))
     def features(pixels):
         if standardised: pixels = (pixels - mean)/std
-        maps = transform(pixels.contiguous()).flatten(1, 2) # channels x wavelets
+        maps = (transform(pixels.contiguous())/scale).flatten(1, 2) # channels x wavelets
         return group_norm(maps, groups).flatten(1)
     return features
 
@@ -154,6 +163,8 @@ EXTRACTORS = {e.name: e for e in (
         public=_FORMULA),
     Extractor(name="colour_scattering", settings=(("scales", 2), ("groups", 27),
         ("standardised", True)), packages=("kymatio",), public=_FORMULA),
+    Extractor(name="scaled_scattering", settings=(("scales", 2), ("groups", 3),
+        ("standardised", True), ("scaled", True)), packages=("kymatio",), public=_FORMULA),
     Extractor(name="small_scattering", settings=(("scales", 1), ("groups", 3)),
         packages=("kymatio",), public=_FORMULA),
     _lite_at("efficientnet_lite0", 96), _lite_at("efficientnet_lite0_160", 160))}

@@ -27,7 +27,7 @@ from .datasets import Dataset
 from .evaluation import bounds, evaluate, evaluate_auc, nonprivate_means
 from .imbalance import MINORITY
 from .losses import build_loss
-from .models import build_model
+from .models import PHYSICAL_BATCHES, build_model
 from .optimizers import build_lr_scheduler, build_optimizer, observe
 from .planning import _UNITS, cached, check_step, rule_of_step, step_bounds
 from .records import RunRecord, provenance, record_path, write_json
@@ -48,6 +48,7 @@ KERNELS = {
     ("unbalanced_mnist_cnn", 32): {"0": "matrices", "4": "grouped"},
     ("cifar_cnn", 32): {"0": "matrices", "3": "grouped", "6": "matrices"},
     **{("small_shufflenet", side): _SHUFFLENET for side in (24, 200)},
+    **{("maps_cnn", side): {"0": "gram", "3": "gram"} for side in (4, 8)},
     ("resnet50", 224): _RESNET50,
     ("nf_net_f0", 32): {}, ("nf_net_f1", 32): {}, ("linear", 1): {}, # Only a linear layer learns
 } # (model, side of its images) to layer to kernel: the fastest on a small processor
@@ -121,7 +122,7 @@ def _build_step(
     given = dict(clip_rule=spec.method.rule(training.data.classes), generator=training.noise)
     if own := spec.method.step(): return own(model, optimizer, **given)
     return PrivateStep(model, optimizer, expected_batch_size=spec.expected_batch_size,
-        kernels=kernels, **given)
+        max_physical_batch_size=PHYSICAL_BATCHES.get(spec.model), kernels=kernels, **given)
 
 # %% ../../nbs/training/run.ipynb #8b997adc
 def account(

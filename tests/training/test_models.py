@@ -9,7 +9,8 @@ from dp_companion.training import models
 from dp_companion.training.models import build_model
 from oracles.opacus_engines import ORACLES
 
-SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn", "small_resnet"]
+SMALL = ["mnist_cnn", "unbalanced_mnist_cnn", "small_shufflenet", "cifar_cnn", "small_resnet",
+         "maps_cnn"]
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -39,6 +39,15 @@ def short_run(runs, monkeypatch, device, name="flat", **values):
     )
 
 
+def test_a_step_in_pieces_is_the_step_at_once(tmp_path, monkeypatch):
+    assert run.PHYSICAL_BATCHES["maps_cnn"] < 128
+    def losses(folder): return [e["nonprivate_train_loss"] for e in short_run(tmp_path/folder,
+        monkeypatch, "cpu", dataset="digits_maps", model="maps_cnn").epochs]
+    pieces = losses("pieces")
+    monkeypatch.setitem(run.PHYSICAL_BATCHES, "maps_cnn", 1437)
+    np.testing.assert_allclose(pieces, losses("at once"), rtol=1e-4)
+
+
 def test_the_trainers_batches_are_independent_draws():
     "Marginals and all pairs of records, at the exact rate; every draw is of another step."
     from opacus.utils.uniform_sampler import UniformWithReplacementSampler

@@ -158,22 +158,3 @@ def recompute_all(
 )->list: # Recomputed, in order of names
     "Every claim, recomputed."
     return [recompute(claim) for claim in (register() if claims is None else claims).values()]
-
-def _counts(recomputed):
-    "How many claims have each verdict."
-    words = (HOLDS, OVERSTATED, UNDERSTATED, NOT_ENOUGH)
-    return {word: sum(r.verdict == word for r in recomputed) for word in words}
-
-def summary(
-    recomputed:list, # Recomputed
-)->str: # A few sentences
-    "How many claims hold, and how many do not."
-    count = _counts(recomputed)
-    known = len(recomputed) - count[NOT_ENOUGH]
-    run = [r for r in recomputed if r.as_run]
-    below = sum(r.as_run == UNDERSTATED for r in run)
-    return (f"{count[HOLDS] + count[OVERSTATED]} of {known} claims that say enough hold for the "
-            f"steps described, {count[OVERSTATED]} of them with room to spare; "
-            f"{count[UNDERSTATED]} are below a lower bound. {count[NOT_ENOUGH]} more do not say "
-            f"enough. The code of {len(run)} claims shuffles where the accountant assumes Poisson "
-            f"batches; for {below} of them a published lower bound is above the printed ε.")

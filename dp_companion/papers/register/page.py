@@ -13,22 +13,8 @@ import math
 from dataclasses import asdict, fields
 from html import escape
 
-from . import (HOLDS, NOT_ENOUGH, OVERSTATED, Recomputed, _counts,
-                                          recompute_all, summary)
+from . import Recomputed
 from .schema import register
-
-# %% ../../../nbs/papers/register/register.ipynb #3ced5419
-def answer_box()->tuple: # Recomputed claims, and Markdown with a Quarto callout
-    "Every claim recomputed, and the answer in one box."
-    recomputed = recompute_all()
-    printed = sum(bool(r.reproduced) for r in recomputed)
-    text = (f"{summary(recomputed)} RDP reproduces the printed digits of {printed} of them. "
-            "Certified for a record added or removed unless the row says otherwise; δ as printed. "
-            "What the sources do not state is inferred, and marked with what it was fitted to.")
-    count = _counts(recomputed)
-    head = (f"## {count[HOLDS] + count[OVERSTATED]} of {len(recomputed) - count[NOT_ENOUGH]} "
-            "claims that say enough hold")
-    return recomputed, "\n".join(["::: {.callout-note}", head, "", text, ":::"])
 
 # %% ../../../nbs/papers/register/register.ipynb #ec12c42f
 def _digits(value):
