@@ -40,12 +40,14 @@ def short_run(runs, monkeypatch, device, name="flat", **values):
 
 
 def test_a_step_in_pieces_is_the_step_at_once(tmp_path, monkeypatch):
-    assert run.PHYSICAL_BATCHES["maps_cnn"] < 128
+    made, build = [], run._build_step
+    monkeypatch.setattr(run, "_build_step", lambda *given: made.append(build(*given)) or made[-1])
     def losses(folder): return [e["nonprivate_train_loss"] for e in short_run(tmp_path/folder,
         monkeypatch, "cpu", dataset="digits_maps", model="maps_cnn").epochs]
     pieces = losses("pieces")
     monkeypatch.setitem(run.PHYSICAL_BATCHES, "maps_cnn", 1437)
     np.testing.assert_allclose(pieces, losses("at once"), rtol=1e-4)
+    assert {step.max_physical_batch_size for step in made} == {64, 1437}
 
 
 def test_the_trainers_batches_are_independent_draws():
