@@ -22,7 +22,7 @@ def workflow(grid, runs, log, *executor, per_job=4):
     executor = executor or ("--cores", "2")
     command = [sys.executable, "-m", "snakemake", "--snakefile", CHECKOUT/"workflow/Snakefile",
                "--nolock", "--keep-going", "--keep-incomplete", "--rerun-incomplete",
-               "--rerun-triggers", "mtime", *executor, "--quiet", "all",
+               "--rerun-triggers", "mtime", *executor,
                "--config", f"grid={grid}", f"runs={runs}", f"per_job={per_job}"]
     return subprocess.Popen(command, cwd=log.parent, start_new_session=True,
                             stdout=log.open("a"), stderr=subprocess.STDOUT)
