@@ -117,7 +117,7 @@ def _batch_clip(is_printed)->Headline:
             claimed=sad_claim(as_said, delta=_ADAPTIVE_DELTA, steps=_ADAPTIVE_PLAN.steps),
             privacy_unit="image")
     return Headline(paper="adaptive_noise",
-        setting=f"Algorithm 4.1 for ε = 1, noise of {'σC' if is_printed else '2σC'}",
+        setting=f"our reading of Algorithm 4.1 for ε = 1, noise of {'σC' if is_printed else '2σC'}",
         is_printed=is_printed, target=1., unit="image", budget=budget,
         attack=_audited(lambda: ran, _ADAPTIVE_DELTA, 20_000))
 

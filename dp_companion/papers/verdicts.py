@@ -116,7 +116,8 @@ def over_seeds(
 )->Difference:
     "The mean with its 95 % interval."
     n, half = len(values), math.nan
-    if n > 1: half = student_t.ppf(.975, n - 1)*np.std(values, ddof=1)/math.sqrt(n) or half
+    if np.ptp(values) > 1e-9: # alike, up to rounding: nothing tells how far seeds differ
+        half = student_t.ppf(.975, n - 1)*np.std(values, ddof=1)/math.sqrt(n)
     return Difference(label=label, mean=float(np.mean(values)), half=float(half), seeds=n)
 
 # %% ../../nbs/papers/verdicts.ipynb #a67f55a2

@@ -67,7 +67,7 @@ def test_every_answer_follows_its_intervals(records):
         if c.answer == REFUTED: assert high < 0
         assert c.adjusted >= c.paired.p
     for verdict in arm_verdicts(comparisons):
-        of = [c for c in comparisons if verdict.claim == f"{c.arm} helps"]
+        of = [c for c in comparisons if verdict.claim == f"{c.arm} helps everywhere"]
         assert of and (verdict.answer != REFUTED or any(c.answer == REFUTED for c in of))
         assert verdict.answer != HOLDS or all(c.answer == HOLDS for c in of)
 

@@ -86,7 +86,7 @@ def arm_verdicts(
     "Whether each change helps at the same certified epsilon."
     groups = {}
     for c in comparisons: groups.setdefault((PARTS.index(c.part), c.arm), []).append(c)
-    return [Verdict(claim=f"{arm} helps", answer=_answer(of), why=_tally(of),
+    return [Verdict(claim=f"{arm} helps everywhere", answer=_answer(of), why=_tally(of),
             where=counted(len(set(map(_title, of))), "data set"))
         for (_, arm), of in sorted(groups.items(), key=lambda item: item[0][0])]
 
@@ -99,7 +99,8 @@ def _helps(of)->str:
     most = max((c.paired.mean for c in better), default=0)
     gain = f", by at most {most:.2f} points" if better else ""
     limit = max(c.paired.mean + c.paired.half for c in of)
-    return f"{head}{gain} (Holm, 5 %); no 95 % interval allows more than {limit:+.2f} points."
+    return (f"{head}{gain} (Holm, 5 %); single 95 % intervals end at {limit:+.2f} points at most, "
+        "before that correction.")
 
 def _costs(of)->str:
     worse = [c for c in of if c.answer == REFUTED]
