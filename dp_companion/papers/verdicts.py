@@ -116,7 +116,7 @@ def over_seeds(
 )->Difference:
     "The mean with its 95 % interval."
     n, half = len(values), math.nan
-    if np.ptp(values) > 1e-9: # alike, up to rounding: nothing tells how far seeds differ
+    if np.ptp(values) > 1e-5*np.abs(values).max(): # else alike, up to the rounding of a float32
         half = student_t.ppf(.975, n - 1)*np.std(values, ddof=1)/math.sqrt(n)
     return Difference(label=label, mean=float(np.mean(values)), half=float(half), seeds=n)
 

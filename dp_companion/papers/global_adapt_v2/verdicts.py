@@ -123,6 +123,12 @@ def above(
     "A judge: is a method's accuracy above that of all others, at every ε?"
     def judge(pool):
         found = above_all([r for r in pool if r.spec.accounting != "none"], method, others)
+        chances = len(found)*len({*others} - {method})
+        def beaten(t): # by one of all methods at one of all ε
+            ours = runs_at(pool, method, t)
+            return any(above_one_of(runs_at(pool, m, t), ours, _accuracy, chances)[0] == "above"
+                for m in others if m != method)
+        found |= {t: (INCONCLUSIVE,) for t in found if found[t] == (REFUTED,) and not beaten(t)}
         return answer_together(answer_of(said) for said, in found.values()), in_words(found)
     return judge
 
@@ -337,16 +343,6 @@ def larger_is_better(
     return REFUTED if down else HOLDS if up == len(steps) else INCONCLUSIVE, why
 
 # %% ../../../nbs/papers/global_adapt_v2/verdicts.ipynb #39618788
-def decay_helps(
-    decayed:list, # RunRecords with decaying noise
-    constant:list, # RunRecords of the same rule with constant noise, certified for the same ε
-)->tuple: # (answer, why)
-    "Judge whether decay of the noise gives more accuracy than constant noise."
-    verdict, _ = compared(decayed, constant, _accuracy)
-    answer = {"above": HOLDS, "below": REFUTED}.get(verdict, INCONCLUSIVE)
-    ours, theirs = (np.mean([_accuracy(r) for r in of]) for of in (decayed, constant))
-    return answer, f"{ours:.1f} % with decay, {theirs:.1f} % with constant noise"
-
 def near_chance(
     records, # RunRecords of one setting
     chance:float, # Accuracy of guessing, %
