@@ -45,7 +45,7 @@ test: quick
 
 test-slow: install
 	@$(BIN)/nbdev_test --n_workers 2 --flags slow
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations 20
 
 test-all: test test-slow
 

@@ -102,18 +102,20 @@ def pld_pair(page, package, events, delta):
 def number(value): return math.inf if value is None else value
 
 
-def problems(browser, s):
+def problems(browser, s, accountants=("rdp", "pld")):
     "Where the page's numbers and the package's differ too much."
     found = browser.evaluate(
         f"(() => {{ const s = {json.dumps(s)}, N = dpNumerics, events = N.eventsOf(s); return {{"
-        "rdp: N.rdpEpsilon(events, s.delta).epsilon, pld: N.pldEpsilon(events, s.delta).epsilon, "
+        + "".join(f"{a}: N.{a}Epsilon(events, s.delta).epsilon, " for a in accountants) +
         f"claims: {json.dumps(FORMULAS)}.map(f => N.claim(s, f)).map(c => [c.epsilon, "
         "c.conditions.map(p => p.holds)]) }; })()")
     shape, plan = python_of(s)
-    spent = certify(gaussian_events(shape, plan), delta=s["delta"])
-    pairs = [("rdp", found["rdp"], spent["rdp"].epsilon, 1e-6),
-             ("pld", *pld_pair(found["pld"], spent["pld"].epsilon, gaussian_events(shape, plan),
-                               s["delta"]), 1e-3)]
+    events = gaussian_events(shape, plan)
+    spent = certify(events, delta=s["delta"], accountants=accountants)
+    pairs = [("rdp", found["rdp"], spent["rdp"].epsilon, 1e-6)]
+    if "pld" in spent:
+        pld = pld_pair(found["pld"], spent["pld"].epsilon, events, s["delta"])
+        pairs.append(("pld", *pld, 1e-3))
     for formula, (epsilon, holds) in zip(FORMULAS, found["claims"]):
         claim = claimed_budget(shape, plan, delta=s["delta"], formula=formula)
         pairs.append((formula, number(epsilon), claim.epsilon, 1e-9))
@@ -133,7 +135,10 @@ def test_a_few_settings_agree_with_the_package(tab):
 def test_two_hundred_settings_agree_with_the_package(tab):
     browser, address = tab
     browser.open(address)
-    assert [p for s in settings(200) for p in problems(browser, s)] == []
+    drawn = list(settings(200))
+    by_both = drawn[2::4] # PLD takes the package up to half a minute; one of these is exceptional
+    assert [p for s in by_both for p in problems(browser, s)] == []
+    assert [p for s in drawn if s not in by_both for p in problems(browser, s, ("rdp",))] == []
 
 
 @pytest.mark.slow
