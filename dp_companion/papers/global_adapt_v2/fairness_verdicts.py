@@ -89,8 +89,7 @@ def _fairer(
     def judge(pool):
         if STANDS_FOR[pool[0].spec.dataset] not in said_of:
             return INCONCLUSIVE, "not said of these data"
-        reason = _why_unranked(pool)
-        if reason: return INCONCLUSIVE, reason
+        if reason := _why_unranked(pool): return INCONCLUSIVE, reason
         value = gap_value(pool)
         pairs = {(t, m): (cells[method], cells[m], value)
             for t, cells in sorted(_cells(pool).items())
